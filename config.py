@@ -38,14 +38,14 @@ def option(default: Any, group: str, text: str, on_resume: str = FREE, **limits:
     return field(default=default, metadata={"group": group, "help": text, "on_resume": on_resume, **limits})
 
 
-SWITCH = {"choices": (0, 1)}
+SWITCH: dict[str, Any] = {"choices": (0, 1)}
 
 
 @dataclass
 class Config:
     """Every setting of `train_pretrain.py`. Types follow the defaults; a limit that is broken is a `UserError`."""
 
-    # --- run ---------------------------------------------------------------------------------------------------------
+    # --- run ---
     config: str = option("", "run", "YAML file that sets any of these; the command line wins")
     save_dir: str = option("checkpoints", "run", "parent of the run folders")
     save_weight: str = option("pretrain", "run", "name of the run: its folder is <save_weight>_<hidden_size>[_moe]")
@@ -54,9 +54,7 @@ class Config:
         "none", "run", "on resume: forget the optimizer's state, or restart the schedule over the steps that are left",
         choices=("none", "optimizer", "schedule"),
     )  # fmt: skip
-    from_weight: str = option(
-        "none", "run", "weights to start from: a run's name, a .pth file or a Hugging Face folder"
-    )
+    from_weight: str = option("none", "run", "start from these: a run's name, a .pth or a Hugging Face folder")
     overwrite: int = option(0, "run", "1: a new run may replace an existing one of the same name", **SWITCH)
     eval_only: int = option(0, "run", "1: evaluate on val_path, train nothing", **SWITCH)
     stop_after: int = option(0, "run", "save and leave at this step; the schedule still spans the full run", low=0)
@@ -64,7 +62,7 @@ class Config:
     device: str = option("auto", "run", "cuda, cuda:1, mps or cpu; auto takes the best there is")
     deterministic: int = option(0, "run", "1: deterministic kernels (CUDA resumes become bit-exact)", SHOWN, **SWITCH)
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data ---
     data_path: str = option(
         "dataset/sample/train.jsonl", "data",
         "files, folders or globs, comma-separated: .jsonl, .jsonl.gz, .txt, .parquet; the sample is made on first use",
@@ -84,19 +82,17 @@ class Config:
     verify_data: int = option(0, "data", "1: hash corpus and cache again before training", **SWITCH)
     num_workers: int = option(0, "data", "loader processes; 0 is fastest: rows come from a memory map", low=0, high=256)
 
-    # --- model -------------------------------------------------------------------------------------------------------
+    # --- model ---
     hidden_size: int = option(768, "model", "width of the model", FIXED, low=2)
     num_hidden_layers: int = option(8, "model", "decoder blocks", FIXED, low=1)
     num_attention_heads: int = option(8, "model", "query heads", FIXED, low=1)
     num_key_value_heads: int = option(4, "model", "key/value heads (grouped-query attention)", FIXED, low=1)
-    intermediate_size: int = option(
-        0, "model", "width of the feed-forward; 0: ceil(hidden x pi / 64) x 64", FIXED, low=0
-    )
+    intermediate_size: int = option(0, "model", "feed-forward width; 0: ceil(hidden x pi / 64) x 64", FIXED, low=0)
     use_moe: int = option(0, "model", "1: four experts, one a token, instead of one feed-forward", FIXED, **SWITCH)
     rope_theta: float = option(1e6, "model", "base of the rotary embedding", FIXED, above=0)
     dropout: float = option(0.0, "model", "dropout probability", SHOWN, low=0, high=0.95)
 
-    # --- optimization ------------------------------------------------------------------------------------------------
+    # --- optimization ---
     epochs: int = option(2, "optimization", "passes over the data", SHOWN, low=1)
     max_steps: int = option(0, "optimization", "total steps, data cycling; replaces epochs when > 0", SHOWN, low=0)
     batch_size: int = option(32, "optimization", "rows in a micro-batch on one rank", low=1)
@@ -112,16 +108,14 @@ class Config:
     )
     warmup_steps: int = option(0, "optimization", "steps of linear warm-up from a tenth of the peak", SHOWN, low=0)
     min_lr_ratio: float = option(0.1, "optimization", "final learning rate / peak", SHOWN, low=0, high=1)
-    weight_decay: float = option(
-        0.1, "optimization", "decay of the matrices (norms have none)", SHOWN, low=0, high=10.0
-    )
+    weight_decay: float = option(0.1, "optimization", "decay of matrices (norms: none)", SHOWN, low=0, high=10.0)
     beta1: float = option(0.9, "optimization", "AdamW's first-moment decay", SHOWN, low=0, high=0.9999999)
     beta2: float = option(0.95, "optimization", "AdamW's second-moment decay", SHOWN, low=0, high=0.9999999)
     grad_clip: float = option(1.0, "optimization", "largest global gradient norm; 0: no clipping", SHOWN, low=0)
     label_smoothing: float = option(0.0, "optimization", "share of target mass spread evenly", SHOWN, low=0, high=0.99)
     z_loss: float = option(0.0, "optimization", "weight of logsumexp(logits)^2", SHOWN, low=0, high=1.0)
 
-    # --- speed -------------------------------------------------------------------------------------------------------
+    # --- speed ---
     dtype: str = option(
         "auto", "speed", "autocast type; auto: bfloat16 where the device does it well, else float16 (CUDA) or float32",
         SHOWN, choices=("auto", "bfloat16", "float16", "float32"),
@@ -131,17 +125,15 @@ class Config:
     activation_checkpointing: int = option(0, "speed", "1: recompute blocks in backward to save memory", **SWITCH)
     auto_batch: int = option(1, "speed", "1: on CUDA, halve batch_size until a dry step fits in memory", **SWITCH)
 
-    # --- evaluation --------------------------------------------------------------------------------------------------
+    # --- evaluation ---
     eval_interval: int = option(0, "evaluation", "steps between evaluations; 0: at the end of each epoch", low=0)
     eval_rows: int = option(0, "evaluation", "about this many rows of whole documents; 0: all of them", low=0)
     samples: int = option(0, "evaluation", "texts the finished model writes on the screen", low=0, high=100)
 
-    # --- saving and logging ------------------------------------------------------------------------------------------
+    # --- saving and logging ---
     log_interval: int = option(10, "saving and logging", "steps between log lines", low=1)
-    save_interval: int = option(100, "saving and logging", "steps between saves; 0: only at the end of an epoch", low=0)
-    save_minutes: float = option(
-        0.0, "saving and logging", "also save when this many minutes have passed; 0: off", low=0
-    )
+    save_interval: int = option(100, "saving and logging", "steps between saves; 0: at each epoch's end", low=0)
+    save_minutes: float = option(0.0, "saving and logging", "save after this many minutes too; 0: off", low=0)
     keep_checkpoints: int = option(2, "saving and logging", "newest resume states kept, besides the best", low=1)
     save_state: int = option(1, "saving and logging", "0: keep weights only; such a run cannot be resumed", **SWITCH)
     use_wandb: int = option(0, "saving and logging", "1: log to SwanLab (the flag's name is MiniMind's)", **SWITCH)
@@ -171,7 +163,7 @@ OPTIONS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(C
 
 def resolve_path(text: str | Path) -> Path:
     """A user's path: `~` and `$VAR` expand, a relative one starts at the current folder. The default paths (`model`,
-    `dataset/sample/...`) start at the repository instead, so that they work from anywhere; `./model` is the other one."""
+    `dataset/sample/...`) start at the repository, wherever the program is started; say `./model` for the other one."""
     path = Path(os.path.expandvars(os.path.expanduser(str(text))))
     return (ROOT if is_default_path(text) else Path.cwd()) / path
 

@@ -1,0 +1,355 @@
+"""What a training loop stands on: ranks and devices, seeds, precision, optimizers, learning rate, stop signals."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# --- ranks and devices ---
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together. A plain `python train_pretrain.py` is a world of one."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    side_group: Any = None  # gloo on CPU, whatever the gradients travel by: for small facts, never stalls the device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Iterable[float]) -> list[float]:
+        """Element-wise sum over ranks in float64, exact for counts below 2^53. All ranks must call."""
+        total = torch.tensor(list(values), dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(total, group=self.side_group)
+        return total.tolist()
+
+    def max(self, values: Iterable[int]) -> list[int]:
+        """Element-wise maximum over ranks. All ranks must call."""
+        most = torch.tensor(list(values), dtype=torch.int64)
+        if self.size > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.side_group)
+        return most.tolist()
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's `item`, in rank order, on the main process; an empty list elsewhere. All ranks must call."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.gather_object(item, items if self.is_main else None, group=self.side_group)
+        return items if self.is_main else []
+
+    def broadcast(self, item: Any) -> Any:
+        """The main process's `item` on every rank. All ranks must call."""
+        if self.size == 1:
+            return item
+        box = [item]
+        dist.broadcast_object_list(box, src=0, group=self.side_group)
+        return box[0]
+
+
+def is_main_process() -> bool:
+    """True on rank 0, and where nothing is distributed."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def environment_rank() -> tuple[int, int, int]:
+    """(rank, local rank, world size) as torchrun left them in the environment; (0, 0, 1) without torchrun."""
+    if "RANK" not in os.environ:
+        return 0, 0, 1
+    return int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0)), int(os.environ["WORLD_SIZE"])
+
+
+def is_torchrun_worker() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device for this rank. `auto` is CUDA, then MPS, then CPU; `cuda` means the card of the local rank."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    return torch.device("cuda", local_rank) if device.type == "cuda" and device.index is None else device
+
+
+def init_distributed_mode(device_name: str = "auto") -> World:
+    """Join the other ranks: NCCL between CUDA cards, gloo elsewhere. A world of one opens no process group."""
+    rank, local_rank, size = environment_rank()
+    device = choose_device(device_name, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1:
+        return World(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    side_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    return World(device, rank, local_rank, size, side_group)
+
+
+# --- seeds ---
+
+
+def setup_seed(seed: int) -> None:
+    """Seed Python, NumPy and torch (every device). Use the plain seed for weights, seed + rank for dropout."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_deterministic(on: bool) -> None:
+    """Deterministic kernels for the whole process. Call before the first CUDA work: cuBLAS reads its workspace then."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+    torch.backends.cudnn.benchmark = False
+
+
+# --- precision ---
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The autocast type. `auto`: bfloat16 where the device multiplies it in hardware, else float16 on CUDA (with a
+    GradScaler), else float32. Float32 means no autocast at all."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    if device.type == "cpu":
+        able = torch.cpu.get_capabilities()
+        return torch.bfloat16 if able.get("amx_bf16") or able.get("avx512_bf16") else torch.float32
+    return torch.float32
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """The forward's precision; master weights stay float32."""
+    enabled = dtype != torch.float32
+    return torch.autocast(device.type, dtype=dtype if enabled else None, enabled=enabled)
+
+
+# --- optimizers ---
+
+
+def build_optimizers(model: nn.Module, config: Any, device: torch.device) -> list[Optimizer]:
+    """AdamW, or Muon for the decoder's matrices with AdamW for the rest. Weight decay falls on matrices only.
+
+    Muon's updates are scaled to AdamW's root mean square (Liu et al. 2025, "Muon is scalable"), so that both follow one
+    learning rate. `config` holds optimizer, learning_rate, beta1, beta2 and weight_decay.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    by_muon = [p for name, p in named if config.optimizer == "muon" and is_hidden_matrix(name, p)]
+    taken = set(map(id, by_muon))
+    rest = [p for _, p in named if id(p) not in taken]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = device.type in ("cuda", "cpu")  # one kernel for the whole update: 4-6 x the loop on CPU
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+    if not by_muon:
+        return [adamw]
+    muon = torch.optim.Muon(
+        by_muon, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, adamw]
+
+
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """True for what Muon is made for: square-ish linear maps inside the decoder. Embeddings and MoE routers are not."""
+    return parameter.ndim == 2 and ".layers." in name and not name.endswith("mlp.gate.weight")
+
+
+def set_learning_rate(optimizers: list[Optimizer], lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+
+def step_if_finite(optimizers: list[Optimizer], finite: Tensor) -> None:
+    """Update the parameters unless `finite` (0-dim bool on the device) is false. Fused optimizers decide on the device;
+    the others cost one host sync."""
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
+            optimizer.step()
+        elif bool(finite):
+            optimizer.step()
+
+
+def update_parameters(
+    parameters: list[nn.Parameter], optimizers: list[Optimizer], scaler: torch.amp.GradScaler, grad_clip: float
+) -> tuple[Tensor, Tensor]:
+    """Unscale, clip, step, update the scale, drop the gradients. Returns (gradient norm before clipping, finite), both
+    0-dim on the device. The gradients are equal on all ranks, so all ranks skip a non-finite update alike."""
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(parameters, grad_clip if grad_clip > 0 else math.inf)
+    finite = torch.isfinite(norm)
+    step_if_finite(optimizers, finite)
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    return norm, finite
+
+
+# --- learning rate ---
+
+WSD_DECAY_SHARE = 0.2  # of the whole run; Hägele et al. 2024 find 10-20 % enough
+
+
+def get_lr(
+    current: float,
+    total: float,
+    lr: float,
+    *,
+    warmup: float = 0.0,
+    min_lr_ratio: float = 0.1,
+    schedule: str = "cosine",
+) -> float:
+    """Learning rate at `current` of `total` (any one unit: the trainer counts rows).
+
+    Linear warm-up from lr/10 over the first `warmup`, then from lr to lr x min_lr_ratio over what is left. With the
+    defaults the cosine is MiniMind's lr x (0.1 + 0.45 x (1 + cos(pi x progress))). `wsd` stays at lr and falls linearly
+    over the last fifth of the run.
+    """
+    if warmup > 0 and current < warmup:
+        return lr * (0.1 + 0.9 * current / warmup)
+    progress = min(max((current - warmup) / max(total - warmup, 1e-12), 0.0), 1.0)
+    if schedule == "cosine":
+        fall = 0.5 * (1 - math.cos(math.pi * progress))
+    elif schedule == "linear":
+        fall = progress
+    elif schedule == "wsd":
+        fall = max(0.0, (progress - (1 - WSD_DECAY_SHARE)) / WSD_DECAY_SHARE)
+    elif schedule == "constant":
+        fall = 0.0
+    else:
+        raise ValueError(f"lr_schedule {schedule!r}: choose cosine, wsd, linear or constant")
+    return lr * (1 - (1 - min_lr_ratio) * fall)
+
+
+# --- stop signals ---
+
+
+class StopRequested(BaseException):
+    """Raised by a signal where stopping at once loses nothing. Not an Exception: nobody should swallow it."""
+
+    def __init__(self, signum: int):
+        self.signum = signum
+        super().__init__(signal.Signals(signum).name)
+
+
+class StopSignal:
+    """SIGTERM, SIGUSR1 and Ctrl-C as a wish to stop that all ranks come to agree on.
+
+    Inside a window of micro-batches a signal is only noted, and the loop asks `agreed()`. While `at_once` is set - data
+    being prepared, a model compiling, anything before the first new step - it raises StopRequested where it lands.
+    """
+
+    AGREEMENT_SECONDS = 10.0
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.at_once = False
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():  # only there may Python set handlers
+            for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+                if (signum := getattr(signal, name, None)) is not None:  # Windows has no SIGUSR1
+                    self._old[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
+        self._old.clear()
+
+    def _handle(self, signum: int, _frame: object) -> None:
+        if self.received and signum == signal.SIGINT:
+            self.leave("second Ctrl-C: stopping at once; the last save stays")
+        self.received = self.received or signum
+        if self.at_once:
+            self.at_once = False
+            raise StopRequested(self.received)
+
+    @contextmanager
+    def immediately(self) -> Iterator[None]:
+        """Signals raise StopRequested inside this block, and at its door if one came before."""
+        if self.received:
+            raise StopRequested(self.received)
+        self.at_once = True
+        try:
+            yield
+        finally:
+            self.at_once = False
+
+    def agreed(self, world: World, *also: bool) -> tuple[bool, ...]:
+        """(stop, *also) as any rank wished it. All ranks must call. A rank that was told to stop and gets no answer in
+        10 s leaves alone: some other rank is gone, and the last finished save is what stays."""
+        if world.size == 1:
+            return (bool(self.received), *also)
+        alone = threading.Timer(self.AGREEMENT_SECONDS, self.leave, ["no agreement between ranks; leaving alone"])
+        alone.daemon = True
+        if self.received:
+            alone.start()
+        signum, *others = world.max([self.received, *map(int, also)])
+        alone.cancel()
+        self.received = signum
+        return (bool(signum), *map(bool, others))
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal as plain python; 0 as a torchrun worker, whose launcher would call anything else a failure."""
+        return 0 if is_torchrun_worker() else 128 + self.received
+
+    def leave(self, reason: str) -> None:
+        print(reason, file=sys.stderr, flush=True)
+        os._exit(128 + (self.received or signal.SIGINT))
+
+
+# --- time ---
+
+
+class Clock:
+    """Seconds of training over all starts of a run: `elapsed_seconds` goes on after a resume."""
+
+    def __init__(self, already: float = 0.0):
+        self._start = time.monotonic() - already
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return time.monotonic() - self._start
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far: allocated on the CUDA device, or resident in this process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
