@@ -1,0 +1,171 @@
+"""The state of a training run: what a save holds, how a resume takes it back, and what a resume may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from config import FIXED, SHOWN, Config, UserError, changed_settings
+from trainer_utils import get_lr
+
+
+@dataclass
+class Progress:
+    """How far a run has come. `rows_seen` is the whole data position: epoch and row follow from it."""
+
+    step: int = 0  # optimizer update windows finished; a skipped one counts, since its rows are consumed
+    rows_seen: int = 0
+    tokens_seen: int = 0  # valid targets
+    elapsed_seconds: float = 0.0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    best_val_loss: float | None = None
+    best_step: int = 0
+    tracker_run_id: str = ""
+    schedule_start: int = 0  # rows_seen where the learning-rate schedule began; moved by --resume_reset schedule
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How an epoch of `rows` is cut into steps of `global_batch_size` rows; its last step may be shorter."""
+
+    rows: int
+    global_batch_size: int
+    batch_size: int
+    world_size: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.rows // self.global_batch_size)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of a full step on each rank."""
+        micro_batches = math.ceil(self.global_batch_size / self.batch_size)
+        return math.ceil(micro_batches / self.world_size)
+
+    def epoch(self, rows_seen: int) -> int:
+        return rows_seen // self.rows
+
+    def steps_left_in_epoch(self, rows_seen: int) -> int:
+        return -(-(self.rows - rows_seen % self.rows) // self.global_batch_size)
+
+    def rows_after(self, rows_seen: int, steps: int) -> int:
+        """rows_seen after `steps` more steps, in constant time."""
+        first = self.steps_left_in_epoch(rows_seen)
+        if steps < first:
+            return rows_seen + steps * self.global_batch_size
+        epochs, rest = divmod(steps - first, self.steps_per_epoch)
+        return (self.epoch(rows_seen) + 1 + epochs) * self.rows + rest * self.global_batch_size
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Where the run ends and what the learning rate is on the way, all counted in rows."""
+
+    total_steps: int
+    planned_rows: int
+    warmup_rows: int
+    start: int  # rows_seen where the schedule began
+    config: Config
+
+    def lr(self, rows_seen: int) -> float:
+        c = self.config
+        return get_lr(
+            rows_seen - self.start,
+            self.planned_rows - self.start,
+            c.learning_rate,
+            warmup=self.warmup_rows,
+            min_lr_ratio=c.min_lr_ratio,
+            schedule=c.lr_schedule,
+        )
+
+
+def make_windows(config: Config, rows: int, world_size: int, saved_global_batch: int = 0) -> Windows:
+    """The saved global batch wins over everything but a spoken `--global_batch_size`; accumulation follows from it."""
+    spoken = config.global_batch_size if "global_batch_size" in config.given or not saved_global_batch else 0
+    product = config.batch_size * config.accumulation_steps * world_size
+    global_batch = spoken or saved_global_batch or product
+    # A micro-batch never needs more rows than a rank's share of the step: the rest would be padding.
+    batch_size = min(config.batch_size, -(-min(global_batch, rows) // world_size))
+    return Windows(rows, global_batch, batch_size, world_size)
+
+
+def make_schedule(config: Config, windows: Windows, progress: Progress) -> Schedule:
+    """The end of the run seen from `progress`: `max_steps` in all, or `epochs` whole epochs."""
+    if config.max_steps > 0:
+        total_steps = config.max_steps
+        planned = windows.rows_after(progress.rows_seen, max(0, total_steps - progress.step))
+    else:
+        planned = config.epochs * windows.rows
+        left = 0
+        if progress.rows_seen < planned:
+            whole_epochs = config.epochs - 1 - windows.epoch(progress.rows_seen)
+            left = windows.steps_left_in_epoch(progress.rows_seen) + whole_epochs * windows.steps_per_epoch
+        total_steps = progress.step + left
+    warmup_rows = config.warmup_steps * windows.global_batch_size
+    return Schedule(total_steps, planned, warmup_rows, progress.schedule_start, config)
+
+
+def check_identity(config: Config, state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Refuse a resume that would be another run: a fixed setting, the tokenizer or the data differ. The UserError names
+    both values of each."""
+    problems = [
+        f"--{name} {new}: the saved run has {old}; a resume cannot change it - start another run with --save_weight"
+        for name, old, new, kind in changed_settings(config, state["config"])
+        if kind == FIXED
+    ]
+    remedies = {
+        "data_fingerprint": ("data_path", "give the same texts, or start another run with --from_weight"),
+        "tokenizer_digest": ("tokenizer_path", "give the tokenizer the run began with"),
+        "rows": ("data_path", "the same texts must give the same rows"),
+    }
+    for key, (flag, remedy) in remedies.items():
+        if state["identity"][key] != identity[key]:
+            value = getattr(config, flag)
+            problems.append(
+                f"--{flag} {value}: its {key.replace('_', ' ')} is {identity[key]!s:.16}, the saved run's is "
+                f"{state['identity'][key]!s:.16}; {remedy}"
+            )
+    if problems:
+        raise UserError(problems)
+
+
+def describe_changes(config: Config, state: dict[str, Any], windows: Windows, schedule: Schedule) -> list[str]:
+    """Lines saying which settings a resume changes and what that does to steps and learning rate."""
+    lines = [
+        f"  {name}: {old} -> {new}"
+        for name, old, new, kind in changed_settings(config, state["config"])
+        if kind == SHOWN and name != "global_batch_size"
+    ]
+    before = state["global_batch_size"]
+    progress = Progress(**state["progress"])
+    if windows.global_batch_size != before:
+        old = dataclasses.replace(windows, global_batch_size=before)
+        lines.append(
+            f"  global batch: {before} -> {windows.global_batch_size} rows; steps an epoch {old.steps_per_epoch} -> "
+            f"{windows.steps_per_epoch}; training goes on by rows seen"
+        )
+    elif {
+        "batch_size",
+        "accumulation_steps",
+    } & config.given and config.accumulation_steps != windows.accumulation_steps:
+        lines.append(f"  accumulation_steps: {windows.accumulation_steps}, so that a step stays {before} rows")
+    if lines or config.resume_reset == "schedule":
+        lr = schedule.lr(progress.rows_seen)
+        lines.append(
+            f"  learning rate at the join: {state['next_lr']:.8f} -> {lr:.8f}; last step {schedule.total_steps}"
+        )
+    return lines
+
+
+def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """The scale and its growth tracker; {} when scaling is off."""
+    return scaler.state_dict()
