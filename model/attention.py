@@ -1,0 +1,153 @@
+"""Rotary positions and document-masked causal attention: what every block of a batch shares, and the kernels behind it.
+
+A packed row holds several documents, and no token may see another document. Two ways to say so:
+  sdpa    one boolean mask [batch, 1, seq, seq] for `scaled_dot_product_attention`; runs everywhere.
+  varlen  cumulative document lengths for flash kernels that never look outside a document; CUDA, half precision only.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BACKENDS = ("auto", "sdpa", "varlen")
+
+
+class AttentionPlan(NamedTuple):
+    """Who attends to whom in this batch; made once and shared by all blocks."""
+
+    mask: Tensor | None = None  # bool, broadcastable to [batch, heads, queries, keys]; True = may attend
+    causal: bool = False  # plain causal attention without a mask
+    boundaries: Tensor | None = None  # int32 [documents + 1], cumulative lengths over the flattened batch (varlen)
+    longest: int = 0  # upper bound of a document's length (varlen)
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """[batch, seq] document numbers -> bool [batch, 1, seq, seq]: same document and not in the future.
+
+    Padding (-1) counts as a document of its own, so that no row of the mask is empty.
+    """
+    length = document_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    return (same & causal).unsqueeze(1)
+
+
+def document_boundaries(document_ids: Tensor, capacity: int | None = None) -> Tensor:
+    """Cumulative document lengths of a packed batch for flash kernels: int32 [documents + 1], from 0 to batch x seq.
+
+    Counting the documents of a CUDA tensor makes the host wait, so a training loop calls this on the host's copy and
+    passes the result along. `capacity` pads with empty documents to that many: a fixed shape for a compiled model.
+    A run of padding (-1) counts as a document.
+    """
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]  # a new row always starts a document
+    positions = starts.flatten().nonzero().flatten()
+    total = document_ids.numel()
+    if capacity is not None and len(positions) > capacity:
+        raise ValueError(f"{len(positions)} documents in a batch planned for {capacity}: raise the capacity")
+    padding = 1 if capacity is None else capacity + 1 - len(positions)
+    return F.pad(positions, (0, padding), value=total).to(torch.int32)
+
+
+def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [batch or 1, 1, queries, keys]: causal, queries last, keys limited by attention_mask [batch, keys].
+
+    A left-padded position sees itself: an empty row has no softmax, and nothing real ever looks there.
+    """
+    key_index = torch.arange(keys, device=device)
+    query_index = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    causal = key_index <= query_index
+    if attention_mask is None:
+        return causal[None, None]
+    allowed = causal & attention_mask.bool()[:, None, :]
+    return (allowed | (key_index == query_index)).unsqueeze(1)
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str:
+    """`auto` takes the flash kernels where they run: CUDA (Ampere or newer), half precision, no attention dropout."""
+    if requested not in BACKENDS:
+        raise ValueError(f"attention_backend={requested!r} is unknown: use one of {', '.join(BACKENDS)}")
+    if requested != "auto":
+        return requested
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device.type != "cuda" or not half or dropout:
+        return "sdpa"
+    return "varlen" if torch.cuda.get_device_capability(device) >= (8, 0) else "sdpa"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0, fused: bool = True) -> Tensor:
+    """q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim] -> the shape of q."""
+    if plan.boundaries is not None:
+        return _attend_varlen(q, k, v, plan)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    share_heads = q.shape[1] != k.shape[1]
+    if share_heads and q.device.type != "cpu":
+        # With a mask, no fast CUDA kernel takes unequal head counts: copying K and V beats the silent slow path.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        share_heads = False
+    with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=plan.mask, dropout_p=dropout, is_causal=plan.causal, enable_gqa=share_heads
+        )
+    return out.transpose(1, 2)
+
+
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert plan.boundaries is not None, "the varlen kernels need cumulative document lengths"
+    out = varlen_attn(
+        q.flatten(0, 1),  # [batch * seq, heads, head_dim]
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        plan.boundaries,
+        plan.boundaries,
+        plan.longest,
+        plan.longest,
+        window_size=(-1, 0),  # causal
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    assert isinstance(out, Tensor), "no auxiliary output was asked for"
+    return out.view_as(q)
+
+
+def rotary_frequencies(
+    head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Angle per position of each pair of dimensions: [head_dim / 2] (RoFormer, arXiv:2104.09864, section 3.2.2).
+
+    With `scaling` the slow pairs are stretched by `factor` (YaRN, arXiv:2309.00071, section 3.2): those that turn less
+    than beta_slow times within the original context entirely, those above beta_fast not at all, a ramp between.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    if scaling is None:
+        return frequencies
+    original = scaling["original_max_position_embeddings"]
+
+    def pair_turning(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_turning(scaling["beta_fast"])), 0)
+    high = min(math.ceil(pair_turning(scaling["beta_slow"])), head_dim - 1)
+    pairs = torch.arange(head_dim // 2, device=device, dtype=dtype)
+    ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies / scaling["factor"] * ramp + frequencies * (1 - ramp)
+
+
+def rotary_table(position_ids: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [batch, seq, 1, head_dim / 2], in the dtype of `frequencies`."""
+    angles = position_ids[:, :, None, None].to(frequencies.dtype) * frequencies
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns the pairs (i, i + head_dim / 2) of x [batch, seq, heads, head_dim] by their angles."""
+    cos, sin = table
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
