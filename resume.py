@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from checkpoint import (
+    Checkpoint,
+    capture_rng,
+    flatten_optimizer,
+    flatten_parameters,
+    restore_optimizer,
+    restore_parameters,
+    restore_rng,
+)
 from config import FIXED, SHOWN, Config, UserError, changed_settings
 from trainer_utils import get_lr
 
@@ -27,9 +38,6 @@ class Progress:
     best_step: int = 0
     tracker_run_id: str = ""
     schedule_start: int = 0  # rows_seen where the learning-rate schedule began; moved by --resume_reset schedule
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,62 @@ def describe_changes(config: Config, state: dict[str, Any], windows: Windows, sc
     return lines
 
 
-def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """The scale and its growth tracker; {} when scaling is off."""
-    return scaler.state_dict()
+@dataclass
+class TrainingState:
+    """Everything a resume needs, gathered in one place. `rng` is this rank's generators at the last finished step."""
+
+    model: nn.Module  # with or without DDP around it
+    optimizers: list[Optimizer]
+    scaler: torch.amp.GradScaler
+    progress: Progress
+    windows: Windows
+    schedule: Schedule
+    watch: Any  # metrics.DivergenceWatch
+    identity: dict[str, Any]  # what makes it this run and no other: data, tokenizer, rows
+    choices: dict[str, Any]  # what `auto` was resolved to
+    environment: dict[str, Any]  # versions, hardware, git
+    rng: dict[str, Tensor]
+
+    def tensors(self, rng_of_ranks: list[dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """The tensor files of a save, still pointing at the live tensors."""
+        return {
+            "model": flatten_parameters(self.model),
+            "optimizer": flatten_optimizer(self.optimizers, self.model),
+            "rng": {f"rank{r}/{key}": value for r, rng in enumerate(rng_of_ranks) for key, value in rng.items()},
+        }
+
+    def facts(self, config: Config) -> dict[str, Any]:
+        """state.json of a save: JSON values only."""
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "config": config.values(),
+            "global_batch_size": self.windows.global_batch_size,
+            "batch_size": self.windows.batch_size,
+            "next_lr": self.schedule.lr(self.progress.rows_seen),
+            "scaler": self.scaler.state_dict(),
+            "watch": self.watch.state_dict(),
+            "identity": self.identity,
+            "choices": self.choices,
+            "environment": self.environment,
+        }
+
+    def restore(self, checkpoint: Checkpoint, rank: int, device: torch.device, reset_optimizer: bool) -> list[str]:
+        """Take parameters, optimizer, scaler and random states back from a save. Returns what could not be carried over,
+        in words. Raises CheckpointError, before anything is changed, if shapes or names differ."""
+        restore_parameters(self.model, checkpoint.load("model"))
+        notes = []
+        if reset_optimizer:
+            notes.append("optimizer state forgotten, as asked")
+        else:
+            restore_optimizer(self.optimizers, self.model, checkpoint.load("optimizer"))
+        if self.scaler.is_enabled() and checkpoint.state["scaler"]:
+            self.scaler.load_state_dict(checkpoint.state["scaler"])
+        self.watch.load_state_dict(checkpoint.state["watch"])
+        saved = checkpoint.load("rng")
+        mine = {key.partition("/")[2]: value for key, value in saved.items() if key.startswith(f"rank{rank}/")}
+        if mine:
+            notes += [f"random state of {name} is not in the save" for name in restore_rng(mine, device)]
+        else:
+            notes.append(f"rank {rank} has no saved random state; dropout draws anew from seed + rank")
+        self.rng = capture_rng(device)
+        return notes

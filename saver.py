@@ -1,0 +1,100 @@
+"""Saves: when one is due, and how the two tiers - weights for use, state for resuming - reach the disk."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint import (
+    BackgroundWriter,
+    SaveFailed,
+    prune,
+    unwrap,
+    weights_digest,
+    write_checkpoint,
+    write_weights,
+)
+from config import Config
+from resume import TrainingState
+from trainer_utils import World
+
+
+class NonFinite(RuntimeError):
+    """The numbers have left the reals; nothing was saved from them."""
+
+
+class Saver:
+    """Writes saves in the background. Every rank holds one, since random states are gathered; rank 0 writes."""
+
+    def __init__(self, config: Config, world: World, state: TrainingState, card: dict[str, Any], record: Any):
+        self.config, self.world, self.state, self.card, self.record = config, world, state, card, record
+        self.folder: Path = config.run_folder
+        self.writer = BackgroundWriter()
+        self.last_saved_step = state.progress.step
+        self.saves: list[dict[str, Any]] = []
+        self._last_time = time.monotonic()
+
+    @property
+    def resume_folder(self) -> Path:
+        return self.folder / "resume"
+
+    @property
+    def clock_is_due(self) -> bool:
+        """True on the main process when --save_minutes have passed; the other ranks are told."""
+        minutes = (time.monotonic() - self._last_time) / 60
+        return self.world.is_main and 0 < self.config.save_minutes <= minutes
+
+    def interval_is_due(self, step: int) -> bool:
+        return self.config.save_interval > 0 and step % self.config.save_interval == 0
+
+    def save(self, best: bool = False) -> None:
+        """Save the last finished step. All ranks must call. Pays for a snapshot to host memory; the rest happens in the
+        background. A failure of the save before is a warning: this one is the retry. Raises NonFinite."""
+        states = self.world.gather(self.state.rng)  # all ranks
+        step = self.state.progress.step
+        self._last_time = time.monotonic()
+        self.last_saved_step = step
+        if not self.world.is_main:
+            return
+        self._warn_of_failure()
+        tensors = self.writer.snapshot(self.state.tensors(states))
+        broken = [name for name, value in tensors["model"].items() if not bool(torch.isfinite(value).all())]
+        if broken:
+            raise NonFinite(f"step {step}: {broken[0]} and {len(broken) - 1} more hold NaN or Inf; not saved")
+        facts = self.state.facts(self.config)
+        self.record.sync_metrics()  # the lines up to this step are on disk before the save counts
+        self.writer.submit(lambda: self._write(step, tensors, facts, best))
+
+    def finish(self) -> None:
+        """Wait for the last save. Raises SaveFailed if it failed: a run must not end well without its weights."""
+        self.writer.wait()
+
+    def _warn_of_failure(self) -> None:
+        try:
+            self.writer.wait()
+        except SaveFailed as error:
+            print(f"Warning: {error}. The next save tries again.", file=sys.stderr, flush=True)
+
+    def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any], best: bool) -> None:
+        """In the writer's thread, on the main process only."""
+        name = self.config.run_name
+        entry: dict[str, Any] = {"step": step}
+        if self.config.save_state:
+            folder = write_checkpoint(self.resume_folder, step, tensors, facts)
+            entry |= {"folder": str(folder.relative_to(self.folder)), "weights_digest": weights_digest(folder)}
+        weights = dict(tensors["model"])
+        if unwrap(self.state.model).config.tie_word_embeddings:  # MiniMind's files name the head too
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        card = {**self.card, "step": step, "val_loss": facts["progress"]["best_val_loss"] if best else None}
+        entry["sha256"] = write_weights(self.folder / f"{name}.pth", weights, card)
+        if best:
+            write_weights(self.folder / f"{name}_best.pth", weights, card)
+        if self.config.save_state:
+            prune(self.resume_folder, self.config.keep_checkpoints, {step, facts["progress"]["best_step"]})
+        self.saves.append(entry)
+        self.record.update(saves=self.saves)
