@@ -126,7 +126,15 @@ class MiniMindConfig(PretrainedConfig):
         return problems
 
 
-_WRITTEN_BY_TRANSFORMERS = {"auto_map", "model_type", "name_or_path", "torch_dtype", "attn_implementation"}
+_WRITTEN_BY_TRANSFORMERS = {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "output_attentions",
+    "torch_dtype",
+}
 
 
 @dataclass

@@ -1,0 +1,448 @@
+"""The decoder: parity with Hugging Face's Qwen3, documents kept apart, gradients everywhere, configuration errors."""
+
+import math
+
+import pytest
+import torch
+
+from model.attention import cached_mask, choose_backend, document_boundaries, document_mask, rotary_frequencies
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.moe import balance_loss_sum, route
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+}
+KINDS = pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+
+
+def build(moe=False, seed=0, **fields):
+    torch.manual_seed(seed)
+    return MiniMindForCausalLM(MiniMindConfig(use_moe=moe, **{**SMALL, **fields}))
+
+
+def tokens(batch=2, seq=24, seed=3, vocab=SMALL["vocab_size"]):
+    return torch.randint(3, vocab, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def pack(documents, length):
+    """Training inputs of one row holding `documents` (lists of tokens), padded to `length`."""
+    row = {
+        "input_ids": torch.zeros(1, length, dtype=torch.long),
+        "targets": torch.full((1, length), -100),
+        "position_ids": torch.zeros(1, length, dtype=torch.long),
+        "document_ids": torch.full((1, length), -1),
+    }
+    start = 0
+    for number, document in enumerate(documents):
+        size = len(document) - 1
+        span = slice(start, start + size)
+        row["input_ids"][0, span] = torch.tensor(document[:-1])
+        row["targets"][0, span] = torch.tensor(document[1:])
+        row["position_ids"][0, span] = torch.arange(size)
+        row["document_ids"][0, span] = number
+        start += size
+    return row
+
+
+def some_documents(lengths, seed=5):
+    return [tokens(1, length, seed + i)[0].tolist() for i, length in enumerate(lengths)]
+
+
+def qwen3_twin(model):
+    """Hugging Face's model of the same shape holding the same weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = model.config
+    names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps"
+    shape = {name: getattr(config, name) for name in names.split()}
+    shape |= {
+        "tie_word_embeddings": True,
+        "intermediate_size": config.intermediate_size,
+        "rope_theta": config.rope_theta,
+    }
+    state = model.state_dict()
+    if not config.use_moe:
+        twin = Qwen3ForCausalLM(Qwen3Config(**shape))
+    else:
+        routing = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        twin = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **{name: getattr(config, name) for name in routing}))
+        for layer in range(config.num_hidden_layers):  # Hugging Face stacks the experts in memory (not in files)
+            prefix = f"model.layers.{layer}.mlp.experts."
+            each = [
+                {name: state.pop(f"{prefix}{expert}.{name}_proj.weight") for name in ("gate", "up", "down")}
+                for expert in range(config.num_experts)
+            ]
+            state[prefix + "gate_up_proj"] = torch.stack([torch.cat((e["gate"], e["up"])) for e in each])
+            state[prefix + "down_proj"] = torch.stack([e["down"] for e in each])
+    twin.load_state_dict(state)
+    return twin.eval()
+
+
+@pytest.mark.parametrize("fields", [{}, {"moe": True}, {"moe": True, "num_experts_per_tok": 2}, {"head_dim": 12}])
+def test_logits_equal_hugging_face_qwen3_with_the_same_weights(fields):
+    model = build(**fields).eval()
+    ids = tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, qwen3_twin(model)(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_parameter_names_are_qwen3s():
+    layer = (
+        "input_layernorm post_attention_layernorm self_attn.q_norm self_attn.k_norm self_attn.q_proj self_attn.k_proj"
+    )
+    layer += " self_attn.v_proj self_attn.o_proj"
+    dense = " mlp.gate_proj mlp.up_proj mlp.down_proj"
+    experts = " mlp.gate" + "".join(f" mlp.experts.{e}.{p}_proj" for e in range(4) for p in ("gate", "up", "down"))
+    for moe, mlp in ((False, dense), (True, experts)):
+        expected = {f"model.layers.{i}.{name}.weight" for i in range(2) for name in (layer + mlp).split()}
+        expected |= {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        assert set(build(moe).state_dict()) == expected
+        assert all(parameter.ndim <= 2 for parameter in build(moe).parameters())
+
+
+def test_the_default_model_has_64_million_parameters_and_starts_at_the_loss_of_a_uniform_guess():
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert 63e6 < count < 65e6
+    ids = tokens(4, 513, vocab=6400)
+    with torch.no_grad():
+        loss = model(ids[:, :-1], targets=ids[:, 1:]).loss
+    assert abs(loss.item() - (math.log(6400) + 768 * 0.02**2 / 2)) < 0.03
+
+
+def test_output_projections_start_smaller_by_the_root_of_twice_the_layers():
+    model = build(hidden_size=128, num_hidden_layers=8)
+    stds = {name: p.std().item() for name, p in model.named_parameters() if p.ndim == 2}
+    for name, std in stds.items():
+        expected = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        assert abs(std / expected - 1) < 0.05, name
+
+
+@KINDS
+def test_a_document_in_a_packed_row_has_the_loss_it_has_alone(moe):
+    model = build(moe)
+    documents = some_documents([9, 14, 5])
+    packed = model(**pack(documents, 32))
+    alone = [model(**pack([document], len(document) - 1), target_count=torch.tensor(1.0)) for document in documents]
+    count = sum(len(document) - 1 for document in documents)
+    assert abs(packed.logits_loss.item() - sum(out.logits_loss.item() for out in alone) / count) < 1e-5
+
+
+@pytest.mark.parametrize("flash_attn", [True, False])
+def test_no_gradient_flows_from_one_document_into_another(flash_attn):
+    model = build(flash_attn=flash_attn)
+    row = pack(some_documents([9, 14]), 24)
+    row["targets"][0, :8] = -100  # only the second document is scored
+    embeddings = []
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: embeddings.append(out))
+    loss = model(**row).loss
+    (gradient,) = torch.autograd.grad(loss, embeddings)
+    assert not gradient[0, :8].any()
+    assert gradient[0, 8:21].any(dim=1).all()
+
+
+def test_the_document_mask_allows_the_past_of_the_same_document_only():
+    mask = document_mask(torch.tensor([[0, 0, 1, 1, -1]]))[0, 0].int().tolist()
+    assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+
+
+def test_document_boundaries_cut_at_rows_documents_and_padding():
+    ids = torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]])
+    assert document_boundaries(ids).tolist() == [0, 2, 3, 4, 8]
+    assert document_boundaries(ids, capacity=6).tolist() == [0, 2, 3, 4, 8, 8, 8]
+    with pytest.raises(ValueError, match="4 documents in a batch planned for 3"):
+        document_boundaries(ids, capacity=3)
+
+
+def test_flash_kernels_are_chosen_only_where_they_run():
+    cpu = torch.device("cpu")
+    assert choose_backend("auto", cpu, torch.bfloat16, 0.0) == "sdpa"
+    assert choose_backend("varlen", cpu, torch.bfloat16, 0.0) == "varlen"
+    with pytest.raises(ValueError, match="attention_backend='fast' is unknown"):
+        choose_backend("fast", cpu, torch.bfloat16, 0.0)
+
+
+@KINDS
+def test_a_batch_without_targets_has_loss_zero_and_zero_gradients_everywhere(moe):
+    model = build(moe)
+    ids = tokens()
+    out = model(ids, targets=torch.full_like(ids, -100), document_ids=torch.full_like(ids, -1))
+    out.loss.backward()
+    assert out.loss.item() == 0.0 == out.logits_loss.item() + out.aux_loss.item()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_an_expert_without_tokens_gets_zero_gradients():
+    model = build(moe=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[1:] = layer.mlp.gate.weight[
+                :1
+            ]  # all probabilities equal: every token takes one expert
+    ids = tokens()
+    model(ids, targets=ids).loss.backward()
+    for layer in model.model.layers:
+        used = [bool(expert.down_proj.weight.grad.any()) for expert in layer.mlp.experts]
+        assert used.count(True) == 1
+        assert all(p.grad is not None for p in layer.mlp.parameters())
+
+
+@KINDS
+def test_any_split_of_the_same_rows_gives_the_same_losses_and_gradients(moe):
+    model = build(moe, num_experts_per_tok=2).double()
+    rows = [pack(some_documents(lengths, seed), 24) for seed, lengths in enumerate([[9, 12], [20], [5, 5, 6], [2]])]
+    rows.append({**pack([], 24)})  # a missing row
+    batch = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+    count = (batch["targets"] != -100).sum()
+    whole = model(**batch, label_smoothing=0.1, z_loss=1e-3)
+    whole.loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    parts = [model(**row, target_count=count, label_smoothing=0.1, z_loss=1e-3) for row in rows]
+    sum(part.loss for part in parts).backward()
+    for name in ("loss", "logits_loss", "aux_loss"):
+        assert getattr(whole, name).dtype == torch.float64
+        assert abs(getattr(whole, name) - sum(getattr(part, name) for part in parts)) < 1e-9
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float64
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9)
+
+
+def test_balance_loss_is_one_times_the_tokens_when_even_and_experts_times_when_collapsed():
+    counted = torch.tensor([[True] * 4, [True, True, False, False]])
+    even = route(torch.tensor([[9.0, 0], [0, 9.0]] * 4), 1, True)
+    assert balance_loss_sum(even, counted).item() == pytest.approx(6.0)
+    collapsed = route(torch.tensor([[50.0, 0]] * 8), 1, True)
+    assert balance_loss_sum(collapsed, counted).item() == pytest.approx(12.0)
+
+
+def test_loss_is_the_sum_of_its_parts_and_targets_do_not_materialise_logits():
+    model = build(moe=True)
+    ids = tokens()
+    out = model(ids, targets=ids)
+    assert out.logits is None
+    assert out.loss.item() == pytest.approx(out.logits_loss.item() + out.aux_loss.item())
+    assert out.aux_loss.item() > 0
+    smoothed = model(ids, targets=ids, label_smoothing=0.1)
+    assert smoothed.logits_loss.item() == pytest.approx(out.logits_loss.item())
+    assert smoothed.loss.item() != pytest.approx(out.loss.item(), abs=1e-4)
+
+
+def test_labels_are_shifted_and_targets_are_not():
+    model = build()
+    ids = tokens()
+    by_labels = model(ids, labels=ids)
+    by_targets = model(ids[:, :-1], targets=ids[:, 1:])
+    assert by_labels.loss.item() == pytest.approx(by_targets.loss.item(), abs=1e-6)
+    assert by_labels.logits.shape == (*ids.shape, SMALL["vocab_size"])
+
+
+@KINDS
+def test_generation_with_cache_equals_generation_without(moe):
+    model = build(moe).eval()
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = tokens(2, 7)
+    with_cache = model.generate(ids, use_cache=True, **options)
+    assert with_cache.shape == (2, 19)
+    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
+    assert torch.equal(with_cache, qwen3_twin(model).generate(ids, **options))
+
+
+def test_left_padding_does_not_change_what_is_generated():
+    model = build().eval()
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = tokens(1, 7)
+    padded = torch.cat((torch.zeros(1, 3, dtype=torch.long), ids), dim=1)
+    mask = (torch.arange(10) >= 3).long().unsqueeze(0)
+    alone = model.generate(ids, **options)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 3:], alone)
+
+
+def test_a_prompt_in_two_pieces_gives_the_logits_of_the_whole():
+    model = build().eval()
+    ids = tokens(2, 10)
+    with torch.no_grad():
+        first = model(ids[:, :6], use_cache=True)
+        second = model(ids[:, 6:], cache=first.cache)
+        torch.testing.assert_close(second.logits, model(ids).logits[:, 6:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_padded_position_sees_itself_so_no_row_of_the_mask_is_empty():
+    mask = cached_mask(torch.tensor([[0, 1, 1]]), 3, 3, torch.device("cpu"))
+    assert mask[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+
+
+@KINDS
+def test_save_and_load_round_trip_through_meta_device_keeps_logits(moe, tmp_path):
+    model = build(moe, inference_rope_scaling=True, dropout=0.1).eval()
+    model.save_pretrained(tmp_path)
+    loaded = MiniMindForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.to_diff_dict() == {**model.config.to_diff_dict(), "architectures": ["MiniMindForCausalLM"]}
+    ids = tokens()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert not dict(loaded.named_buffers())  # nothing that could come back uninitialised
+
+
+@KINDS
+def test_hugging_face_reads_a_folder_saved_with_its_own_configuration(moe, tmp_path):
+    from safetensors.torch import save_file
+
+    model = build(moe).eval()
+    twin = qwen3_twin(model)
+    twin.config.save_pretrained(tmp_path)
+    state = {name: value.clone() for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = type(twin).from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens()).logits, model(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_yarn_equals_hugging_faces_and_leaves_fast_pairs_alone():
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = MiniMindConfig(inference_rope_scaling=True)
+    scaling = config.rope_scaling
+    ours = rotary_frequencies(config.head_dim, config.rope_theta, scaling, torch.device("cpu"), torch.float32)
+    parameters = {**scaling, "rope_type": scaling["type"], "rope_theta": config.rope_theta}
+    twin = Qwen3Config(head_dim=config.head_dim, rope_parameters=parameters)
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](twin, torch.device("cpu"))
+    torch.testing.assert_close(ours, expected)
+    assert factor == scaling["attention_factor"]
+    plain = rotary_frequencies(config.head_dim, config.rope_theta, None, torch.device("cpu"), torch.float32)
+    assert torch.equal(ours[:5], plain[:5])
+    torch.testing.assert_close(ours[-5:], plain[-5:] / 16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hiden_size": 64}, "no field 'hiden_size': did you mean 'hidden_size'"),
+        ({"num_expert": 8}, "did you mean 'num_experts'"),
+        ({"zzz": 1}, "known are"),
+        ({"hidden_size": 100}, "hidden_size=100 is no multiple of num_attention_heads=8"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=8 is no multiple of num_key_value_heads=3"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
+        ({"hidden_act": "sillu"}, "hidden_act='sillu' is unknown"),
+        ({"use_moe": True, "num_experts_per_tok": 5}, "num_experts_per_tok=5 must lie between 1 and num_experts=4"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_by_name_and_value(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MiniMindConfig(**fields)
+
+
+def test_defaults_are_minimind_s():
+    config = MiniMindConfig()
+    assert (config.head_dim, config.intermediate_size, config.moe_intermediate_size) == (96, 2432, 2432)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
+    assert MiniMindConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+@KINDS
+def test_activation_checkpointing_changes_no_loss_and_no_gradient(moe):
+    model = build(moe, dropout=0.2)
+    ids = tokens()
+    gradients = []
+    for switch in (False, True):
+        model.activation_checkpointing = switch
+        model.zero_grad()
+        torch.manual_seed(11)
+        model(ids, targets=ids).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_dropout_acts_in_training_and_not_in_evaluation():
+    model = build(dropout=0.3)
+    ids = tokens()
+    assert model.train()(ids, targets=ids).loss.item() != model(ids, targets=ids).loss.item()
+    assert model.eval()(ids, targets=ids).loss.item() == model(ids, targets=ids).loss.item()
+
+
+@KINDS
+def test_bfloat16_autocast_stays_close_and_keeps_losses_and_gradients_in_float32(moe):
+    model = build(moe)
+    row = pack(some_documents([9, 14]), 24)
+    exact = model(**row).loss.item()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(**row)
+    out.loss.backward()
+    assert out.loss.dtype == torch.float32
+    assert abs(out.loss.item() - exact) < 0.01
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_norms_are_computed_in_float32_under_autocast_and_in_half_precision_models():
+    norm = build().model.norm
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)) * 300  # squares overflow float16
+    expected = norm(x)
+    with torch.autocast("cpu", torch.float16):
+        torch.testing.assert_close(norm(x.half()).float(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(norm.half()(x.half()).float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_documents_do_not_go_with_a_cache():
+    model = build()
+    ids = tokens()
+    with pytest.raises(ValueError, match="document_ids are for training"):
+        model(ids, document_ids=torch.zeros_like(ids), use_cache=True)
+
+
+@pytest.mark.slow
+@KINDS
+def test_the_compiled_model_has_the_same_loss_and_gradients(moe):
+    model = build(moe)
+    row = pack(some_documents([9, 14]), 24)
+    model(**row).loss.backward()
+    eager = [p.grad.clone() for p in model.parameters()]
+    expected = model(**row).loss.item()
+    model.zero_grad()
+    loss = torch.compile(model)(**row).loss
+    loss.backward()
+    assert abs(loss.item() - expected) < 1e-5
+    for parameter, gradient in zip(model.parameters(), eager, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_varlen_kernels_equal_the_document_mask_on_cuda(kv_heads):
+    model = build(hidden_size=128, num_key_value_heads=kv_heads).cuda()
+    rows = [pack(some_documents(lengths, seed), 64) for seed, lengths in enumerate([[9, 40], [65], [2, 5, 30]])]
+    batch = {key: torch.cat([row[key] for row in rows]).cuda() for key in rows[0]}
+    results = []
+    for backend in ("sdpa", "varlen"):
+        model.attention_backend = backend
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        results.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    assert abs(results[0][0] - results[1][0]) < 1e-3
+    assert (results[0][1] - results[1][1]).norm() / results[0][1].norm() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@KINDS
+def test_cuda_equals_cpu_in_float32(moe):
+    model = build(moe, hidden_size=64, num_experts_per_tok=2)
+    row = pack(some_documents([9, 14]), 24)
+    model(**row).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.cuda()(**{key: value.cuda() for key, value in row.items()}).loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), gradient, rtol=1e-3, atol=1e-5)
