@@ -19,16 +19,23 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 BLOCK_BYTES = 1 << 20
 EXAMPLES_KEPT = 10
 SUFFIXES = {".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".txt": "txt", ".parquet": "parquet"}
 SUFFIX_LIST = ", ".join(SUFFIXES)
+JSON_NAMES = dict(
+    zip(
+        (type(None), bool, int, float, str, list, dict),
+        ("null", "a boolean", "a number", "a number", "a string", "a list", "an object"),
+        strict=True,
+    )
+)
 
 
 class DataError(ValueError):
-    """Something a user can put right. `problems`: one string each, saying what was given, why it cannot work, what to do."""
+    """Something a user can put right. `problems`: a string each, saying what was given, why it fails, what to do."""
 
     def __init__(self, problems: str | list[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -62,6 +69,7 @@ class ReadingLedger:
 
     files: int = 0
     source_bytes: int = 0
+    text_bytes: int = 0  # UTF-8 bytes of the documents handed out
     lines: int = 0
     blank_lines: int = 0
     empty_texts: int = 0
@@ -221,7 +229,7 @@ class TextReader:
                 self.file_problems.append(f"{source.path}: reading failed ({error}); check the disk and try again")
 
     def finish(self) -> None:
-        """Raise DataError with all that was found wrong, files first, then lines: the first ten and counts by reason."""
+        """Raise DataError with all that was found wrong: files, then the first ten lines and the counts by reason."""
         problems = list(self.file_problems)
         if self.ledger.rejected and self.bad_lines == "stop":
             problems += bad_line_problems(dict(self.ledger.rejected), self.ledger.examples)
@@ -314,6 +322,7 @@ class TextReader:
 
     def _unless_empty(self, document: Document) -> Iterator[Document]:
         if document.text and not document.text.isspace():
+            self.ledger.text_bytes += len(document.utf8)
             yield document
         else:
             self.ledger.empty_texts += 1
@@ -341,7 +350,7 @@ class _WrongLine(Exception):
 class _HashingFile(io.RawIOBase):
     """A raw file that takes the SHA-256 of what is read through it, so that nothing is read twice."""
 
-    def __init__(self, raw: BinaryIO | io.RawIOBase | Any, ledger: ReadingLedger):
+    def __init__(self, raw: io.FileIO, ledger: ReadingLedger):
         self.raw, self.ledger, self.count, self.sha256 = raw, ledger, 0, hashlib.sha256()
 
     def readable(self) -> bool:
@@ -360,7 +369,7 @@ class _HashingFile(io.RawIOBase):
 
 
 def _split_lines(handle: Any) -> Iterator[tuple[bytes, bool]]:
-    """(line without its b"\\n", whether it had one). A line may span many blocks: parts are joined once, not block by block."""
+    """(line without its b"\\n", whether it had one). A line may span many blocks; its parts are joined once."""
     parts: list[bytes] = []
     while block := handle.read(BLOCK_BYTES):
         *lines, rest = block.split(b"\n")
@@ -395,23 +404,15 @@ def _document(text: str) -> Document:
 def _checked_text(text: Any, key: str) -> str:
     if isinstance(text, str):
         return text
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
-    raise _WrongLine(f"{key!r} is {names.get(type(text), type(text).__name__)}, not a string")
+    raise _WrongLine(f"{key!r} is {JSON_NAMES.get(type(text), type(text).__name__)}, not a string")
 
 
 class _LineParser:
-    """JSON object in, its text out; `repeated` tells whether the last object named a key twice (the last one counts)."""
+    """JSON object in, its text out; `repeated`: the last object named a key twice (its last value counts)."""
 
     def __init__(self, text_key: str):
         self.text_key, self.repeated = text_key, False
-        # strict=False: raw control characters inside a string are unambiguous. parse_int: an endless number is no error.
+        # strict=False: raw control characters in a string are unambiguous. parse_int: int() refuses endless numbers.
         self.decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=float, strict=False)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -422,8 +423,7 @@ class _LineParser:
     def text_of(self, line: bytes, ended: bool) -> str:
         value = self._parse(line, ended)
         if not isinstance(value, dict):
-            names = {list: "a list", str: "a string", float: "a number", bool: "a boolean", type(None): "null"}
-            raise _WrongLine("not an object", f"the line is {names.get(type(value), 'something else')}")
+            raise _WrongLine("not an object", f"the line is {JSON_NAMES[type(value)]}")
         if self.text_key not in value:
             keys = ", ".join(map(repr, list(value)[:5])) or "no key at all"
             raise _WrongLine(f"key {self.text_key!r} missing", f"it has {keys[:120]}; choose with --text_key")
@@ -436,10 +436,10 @@ class _LineParser:
             if line.count(b"\0") > len(line) // 4:
                 raise _WrongLine("UTF-16 text", "convert the file to UTF-8") from None
             if error.msg == "Extra data":
-                raise _WrongLine(
-                    "more than one JSON value on a line", f"the second at character {error.pos + 1}"
-                ) from None
-            if not ended and error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated") and not ended:
+                where = f"the second at character {error.pos + 1}"
+                raise _WrongLine("more than one JSON value on a line", where) from None
+            at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
+            if at_end and not ended:
                 raise _WrongLine("cut short", "the last line ends in the middle of its JSON") from None
             raise _WrongLine("invalid JSON", f"{error.msg} at character {error.pos + 1}") from None
         except RecursionError:
@@ -450,7 +450,6 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise _FileTrouble(
-            "parquet needs pyarrow, which is not installed; `pip install pyarrow`, or use .jsonl"
-        ) from None
+        remedy = "`pip install pyarrow`, or write the texts as .jsonl"
+        raise _FileTrouble(f"parquet needs pyarrow, which is not installed; {remedy}") from None
     return parquet

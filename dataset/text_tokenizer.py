@@ -19,7 +19,7 @@ NO_INFLUENCE = ("version", "truncation", "padding", "post_processor", "decoder")
 
 
 class TextTokenizer:
-    """Encodes plain text without bos or eos. `bos_id`, `eos_id`, `pad_id` are always set; `vocab_size` is max id + 1."""
+    """Encodes text without bos or eos. `bos_id`, `eos_id`, `pad_id` are always set; `vocab_size` is max id + 1."""
 
     def __init__(
         self, backend: Any, description: dict, bos_id: int, eos_id: int, pad_id: int, parse_special: bool = False
@@ -37,7 +37,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, parse_special: bool = False) -> TextTokenizer:
-        """Read a tokenizer folder. Raises DataError in words when it is missing, unreadable or has no end-of-text token."""
+        """Read a tokenizer folder. Raises DataError when it is missing, unreadable or has no end-of-text token."""
         folder = Path(folder).expanduser()
         if not folder.is_dir():
             raise DataError(f"tokenizer {folder}: no such folder; give a local folder that holds tokenizer.json")
@@ -47,9 +47,7 @@ class TextTokenizer:
         eos = ids.get("eos_token")
         if eos is None:
             remedy = "set eos_token in its tokenizer_config.json"
-            raise DataError(
-                f"tokenizer {folder}: names no end-of-text token, so documents could not be told apart; {remedy}"
-            )
+            raise DataError(f"tokenizer {folder}: names no eos token, so documents have no end; {remedy}")
         bos, pad = ids.get("bos_token"), ids.get("pad_token")
         bos, pad = (eos if bos is None else bos), (eos if pad is None else pad)
         return cls(backend, description, bos, eos, pad, parse_special)
@@ -62,7 +60,7 @@ class TextTokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def pieces(self, text: str, limit: int = 1 << 19) -> Iterator[str]:
-        """`text` in pieces of about `limit` characters whose ids, joined, are those of the whole; whole where that is unsure."""
+        """`text` in pieces of about `limit` characters whose ids, joined, are those of the whole text."""
         return self._cuts.pieces(text, limit)
 
     def __reduce__(self):
@@ -138,17 +136,23 @@ def _name(token: Any) -> str | None:
 def _special_id(folder: Path, backend: Any, role: str, name: str) -> int:
     number = backend.token_to_id(name)
     if number is None:
-        raise DataError(
-            f"tokenizer {folder}: its {role} {name!r} is not in the vocabulary; correct tokenizer_config.json"
-        )
+        remedy = "correct tokenizer_config.json"
+        raise DataError(f"tokenizer {folder}: its {role} {name!r} is not in the vocabulary; {remedy}")
     return number
 
 
 def _digest(description: dict, bos_id: int, eos_id: int) -> str:
     """SHA-256 over everything that changes the ids of a document, in a form that re-saving does not change."""
-    kept = {key: value for key, value in description.items() if key not in NO_INFLUENCE}
+    kept = _pruned({key: value for key, value in description.items() if key not in NO_INFLUENCE})
     canonical = json.dumps([kept, bos_id, eos_id], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _pruned(node: Any) -> Any:
+    """Without null and false entries: what a newer library adds, switched off, does not make another tokenizer."""
+    if isinstance(node, dict):
+        return {key: _pruned(value) for key, value in node.items() if value is not None and value is not False}
+    return [_pruned(value) for value in node] if isinstance(node, list) else node
 
 
 # ---------------------------------------------------------------------------------------------- cutting long texts
@@ -157,15 +161,13 @@ def _digest(description: dict, bos_id: int, eos_id: int) -> str:
 class TextCuts:
     """Finds places in a long text where the pre-tokenizer cuts anyway, so that the halves give the ids of the whole.
 
-    Candidates lie between a letter and a following space or punctuation mark. Each is tried on the text around it: the
-    pre-tokenizer must give the same pieces for the window as for its two halves. Kinds of pre-tokenizers and normalizers
-    for which such a local trial proves nothing (those that look at the whole text) are not cut at all.
+    Candidates lie between a letter and a following space or punctuation mark. Each is tried on the text around it:
+    the pre-tokenizer must give the same pieces for the window as for its two halves. Where such a local trial proves
+    nothing (pre-tokenizers and normalizers that look at the whole text), or no trial succeeds, the rest stays whole.
     """
 
     CANDIDATE = re.compile(r"(?<=[^\W\d_])(?=[ ,.;:!?()，。；：！？、（）《》])")
-    LOCAL_STEPS = frozenset(
-        ("ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits", "Punctuation")
-    )
+    LOCAL_STEPS = frozenset(("ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits"))
     LOCAL_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase"))
     WINDOW = 2048  # characters on each side
     SEARCH = 1 << 16  # characters looked through for a candidate
@@ -175,12 +177,11 @@ class TextCuts:
         self.pre_tokenizer, self.normalizer = backend.pre_tokenizer, backend.normalizer
         steps = {step["type"] for step in _steps(description.get("pre_tokenizer"), "pretokenizers")}
         normalizers = {step["type"] for step in _steps(description.get("normalizer"), "normalizers")}
-        added = [token for token in description.get("added_tokens") or []]
         self.possible = (
             bool(steps)
             and steps <= self.LOCAL_STEPS
             and normalizers <= self.LOCAL_NORMALIZERS
-            and not any(_spans_a_cut(token) for token in added)
+            and not any(_spans_a_cut(token) for token in description.get("added_tokens") or [])
         )
 
     def pieces(self, text: str, limit: int) -> Iterator[str]:
