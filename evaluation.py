@@ -85,16 +85,13 @@ def unigram_entropy(dataset: Any, chunk_rows: int = 256) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def floor_report(val_file: Path, dataset: Any, val_loss: float) -> str | None:
-    """How near `val_loss` is to the lowest loss in expectation, for the bundled sample whose entropy is known exactly.
-    None for any other validation text."""
-    facts = val_file.with_name("sample.json")
-    if not facts.is_file():
-        return None
-    floor = json.loads(facts.read_text(encoding="utf-8"))["nats"] / int(dataset.row_targets.sum())
+def floor_report(sample_folder: Path, dataset: Any, val_loss: float) -> str:
+    """How near `val_loss` is to the bundled sample's floor: its exact entropy, the lowest loss in expectation."""
+    facts = json.loads((sample_folder / "sample.json").read_text(encoding="utf-8"))
+    floor = facts["val"]["nats"] / int(dataset.row_targets.sum())
     unigram = unigram_entropy(dataset)
     closed = (unigram - val_loss) / (unigram - floor)
     return (
         f"val_loss {val_loss:.4f} = floor {floor:.4f} + {val_loss - floor:.4f} nats per token; "
-        f"{100 * closed:.1f} % of the way from unigram entropy {unigram:.4f} to the floor"
+        f"{100 * closed:.1f} % of the way from the unigram entropy {unigram:.4f} to the floor"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from config import OPTIONS, Config, resolve_path
+from config import Config, resolve_path
 from resume import Schedule, Windows
 from trainer_utils import environment_rank
 
@@ -134,7 +135,7 @@ def check_torchrun() -> list[str]:
     """Problems of a torchrun environment that is only half set, as a forgotten `export RANK=0` leaves it."""
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     have = [name for name in needed if os.environ.get(name)]
-    if not have or "RANK" not in have and "WORLD_SIZE" not in have:
+    if not {"RANK", "WORLD_SIZE"} & set(have):
         return []
     missing = [name for name in needed if name not in have]
     problems = []
@@ -171,6 +172,9 @@ class Plan:
     batch_size: int
     state_bytes: int  # one resume state on disk
     weights_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
     def lines(self, world_size: int) -> list[str]:
         active = "" if self.active_parameters == self.parameters else f", {self.active_parameters / 1e6:.2f} M active"
@@ -217,10 +221,10 @@ def make_plan(model: torch.nn.Module, dataset: Any, windows: Windows, schedule: 
 def check_plan(config: Config, plan: Plan, world_size: int, step: int) -> list[str]:
     """Problems that only show once data and model are known: steps, ranks, disk space."""
     problems = []
-    if plan.total_steps <= step and not config.eval_only:
+    if plan.total_steps < max(step, 1) and not config.eval_only:
+        flag = "max_steps" if config.max_steps else "epochs"
         problems.append(
-            f"--{'max_steps' if config.max_steps else 'epochs'} {config.max_steps or config.epochs}: the run is at step "
-            f"{step} already, of {plan.total_steps}; give more to go on"
+            f"--{flag} {getattr(config, flag)}: the run is at step {step} already, of {plan.total_steps}; give more to go on"
         )
     if config.warmup_steps >= plan.total_steps > 0:
         problems.append(
@@ -228,7 +232,7 @@ def check_plan(config: Config, plan: Plan, world_size: int, step: int) -> list[s
         )
     if world_size > plan.global_batch_size:
         problems.append(
-            f"--global_batch_size {plan.global_batch_size}: {world_size} ranks would share {plan.global_batch_size} rows; "
+            f"--global_batch_size {plan.global_batch_size}: fewer rows in a step than the {world_size} ranks; "
             "start fewer ranks or enlarge it"
         )
     if config.save_interval > plan.total_steps and "save_interval" in config.given:
@@ -252,9 +256,3 @@ def check_disk(config: Config, plan: Plan) -> list[str]:
         f"--save_dir {folder}: {free / 2**30:.1f} GiB free, this run's saves need {need / 2**30:.1f}; "
         "free some, give another folder, or lower --keep_checkpoints"
     ]
-
-
-def describe_settings(config: Config) -> str:
-    """The settings that differ from the defaults, on one line."""
-    changed = [f"{n}={getattr(config, n)}" for n in OPTIONS if getattr(config, n) != OPTIONS[n].default]
-    return ", ".join(changed) or "all defaults"

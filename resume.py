@@ -207,15 +207,15 @@ class TrainingState:
             "batch_size": self.windows.batch_size,
             "next_lr": self.schedule.lr(self.progress.rows_seen),
             "scaler": self.scaler.state_dict(),
-            "watch": self.watch.state_dict(),
+            "watch": self.watch.state(),
             "identity": self.identity,
             "choices": self.choices,
             "environment": self.environment,
         }
 
     def restore(self, checkpoint: Checkpoint, rank: int, device: torch.device, reset_optimizer: bool) -> list[str]:
-        """Take parameters, optimizer, scaler and random states back from a save. Returns what could not be carried over,
-        in words. Raises CheckpointError, before anything is changed, if shapes or names differ."""
+        """Take parameters, optimizer, scaler and random states back from a save. Returns what could not be carried
+        over, in words. Raises CheckpointError, before anything is changed, if shapes or names differ."""
         restore_parameters(self.model, checkpoint.load("model"))
         notes = []
         if reset_optimizer:
@@ -224,7 +224,7 @@ class TrainingState:
             restore_optimizer(self.optimizers, self.model, checkpoint.load("optimizer"))
         if self.scaler.is_enabled() and checkpoint.state["scaler"]:
             self.scaler.load_state_dict(checkpoint.state["scaler"])
-        self.watch.load_state_dict(checkpoint.state["watch"])
+        self.watch.restore(checkpoint.state["watch"])
         saved = checkpoint.load("rng")
         mine = {key.partition("/")[2]: value for key, value in saved.items() if key.startswith(f"rank{rank}/")}
         if mine:

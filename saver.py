@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,23 @@ from checkpoint import (
     BackgroundWriter,
     SaveFailed,
     prune,
-    unwrap,
     weights_digest,
     write_checkpoint,
     write_weights,
 )
 from config import Config
+from metrics import MetricsFile, RunRecord
 from resume import TrainingState
 from trainer_utils import World
+
+
+@dataclass
+class RunFiles:
+    """What the main process writes beside the saves."""
+
+    metrics: MetricsFile
+    record: RunRecord
+    lock: Any  # held while this process trains in the folder
 
 
 class NonFinite(RuntimeError):
@@ -31,13 +41,19 @@ class NonFinite(RuntimeError):
 class Saver:
     """Writes saves in the background. Every rank holds one, since random states are gathered; rank 0 writes."""
 
-    def __init__(self, config: Config, world: World, state: TrainingState, card: dict[str, Any], record: Any):
-        self.config, self.world, self.state, self.card, self.record = config, world, state, card, record
+    def __init__(
+        self, config: Config, world: World, state: TrainingState, card: dict[str, Any], files: RunFiles | None
+    ):
+        self.config, self.world, self.state, self.card, self._files = config, world, state, card, files
         self.folder: Path = config.run_folder
         self.writer = BackgroundWriter()
         self.last_saved_step = state.progress.step
-        self.saves: list[dict[str, Any]] = []
         self._last_time = time.monotonic()
+
+    @property
+    def files(self) -> RunFiles:
+        assert self._files is not None, "only the main process of a training run writes files"
+        return self._files
 
     @property
     def resume_folder(self) -> Path:
@@ -67,7 +83,6 @@ class Saver:
         if broken:
             raise NonFinite(f"step {step}: {broken[0]} and {len(broken) - 1} more hold NaN or Inf; not saved")
         facts = self.state.facts(self.config)
-        self.record.sync_metrics()  # the lines up to this step are on disk before the save counts
         self.writer.submit(lambda: self._write(step, tensors, facts, best))
 
     def finish(self) -> None:
@@ -82,19 +97,19 @@ class Saver:
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any], best: bool) -> None:
         """In the writer's thread, on the main process only."""
+        self.files.metrics.sync()  # the lines up to this step are on disk before the save counts
         name = self.config.run_name
-        entry: dict[str, Any] = {"step": step}
+        folder, digest = "", ""
         if self.config.save_state:
-            folder = write_checkpoint(self.resume_folder, step, tensors, facts)
-            entry |= {"folder": str(folder.relative_to(self.folder)), "weights_digest": weights_digest(folder)}
+            saved = write_checkpoint(self.resume_folder, step, tensors, facts)
+            folder, digest = str(saved.relative_to(self.folder)), weights_digest(saved)
         weights = dict(tensors["model"])
-        if unwrap(self.state.model).config.tie_word_embeddings:  # MiniMind's files name the head too
+        if "lm_head.weight" not in weights:  # tied; MiniMind's files name the head too
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         card = {**self.card, "step": step, "val_loss": facts["progress"]["best_val_loss"] if best else None}
-        entry["sha256"] = write_weights(self.folder / f"{name}.pth", weights, card)
+        half_digest = write_weights(self.folder / f"{name}.pth", weights, card)
         if best:
             write_weights(self.folder / f"{name}_best.pth", weights, card)
         if self.config.save_state:
             prune(self.resume_folder, self.config.keep_checkpoints, {step, facts["progress"]["best_step"]})
-        self.saves.append(entry)
-        self.record.update(saves=self.saves)
+        self.files.record.add_save(step, digest or half_digest, folder)

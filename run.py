@@ -1,0 +1,402 @@
+"""A training run: its parts, and how they are put together from settings. `prepare` finds every mistake before ranks
+meet; `begin_run` builds what is left."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpoint import Checkpoint, capture_rng, clean_leftovers, load_newest, write_file_atomic
+from config import OPTIONS, ROOT, SAMPLE_FOLDER, Config, UserError, resolve_path, with_saved
+from dataset.lm_dataset import PretrainDataset, choose_documents
+from dataset.make_sample import make_sample
+from dataset.text_tokenizer import TextTokenizer
+from dataset.token_cache import TokenCache, build_or_open, count_shared
+from metrics import (
+    Console,
+    DivergenceWatch,
+    MetricsFile,
+    RunRecord,
+    Throughput,
+    Tracker,
+    environment_facts,
+    git_state,
+    start_tracker,
+)
+from preflight import Plan, check_plan, check_settings, make_plan
+from resume import (
+    Progress,
+    Schedule,
+    TrainingState,
+    Windows,
+    check_identity,
+    describe_changes,
+    make_schedule,
+    make_windows,
+)
+from saver import RunFiles, Saver
+from trainer_utils import (
+    Clock,
+    StopSignal,
+    World,
+    build_optimizers,
+    choose_device,
+    choose_dtype,
+    environment_rank,
+    set_deterministic,
+    setup_seed,
+)
+from warm_start import init_model
+
+
+@dataclass
+class Prepared:
+    """What is known and checked before ranks meet."""
+
+    config: Config  # of a resumed run: the saved settings under what was said this time
+    tokenizer: TextTokenizer
+    dataset: PretrainDataset
+    validation: PretrainDataset | None
+    checkpoint: Checkpoint | None
+    identity: dict[str, Any]
+    progress: Progress
+    windows: Windows
+    schedule: Schedule
+    plan: Plan
+    model: nn.Module  # on the host, drawn under the seed: the same on every rank
+
+
+@dataclass
+class Run:
+    """Everything a running training holds, so that the functions of the loop can be read one at a time."""
+
+    config: Config
+    world: World
+    stop: StopSignal
+    tokenizer: TextTokenizer
+    model: nn.Module  # DDP around the model where there are several ranks
+    dataset: PretrainDataset
+    validation: PretrainDataset | None
+    state: TrainingState
+    saver: Saver
+    tracker: Tracker
+    console: Console
+    dtype: torch.dtype
+    clock: Clock
+    val_loss: float | None = None  # of the last evaluation
+    throughput: Throughput = field(default_factory=Throughput)
+    updates: list[tuple[int, list[int], Tensor]] = field(default_factory=list)  # (step, rows, finite) not yet looked at
+
+    @property
+    def last_step(self) -> int:
+        """Where this start of the program ends: the run's last step, or an earlier one that the user asked for."""
+        total = self.state.schedule.total_steps
+        return min(total, self.config.stop_after) if self.config.stop_after else total
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state.progress.step >= self.last_step
+
+
+# --- before ranks meet ---
+
+
+def prepare(config: Config) -> Prepared:
+    """Check settings, open the data, find the save to go on from, draw the model, make the plan.
+
+    Raises UserError, DataError or CheckpointError. Ranks do this each for itself, without talking to each other; a file
+    lock lets one of them build what is not there yet.
+    """
+    rank, _, world_size = environment_rank()
+    refuse(check_settings(config))
+    checkpoint = find_save(config)
+    if checkpoint:
+        config = with_saved(config, checkpoint.state["config"])
+        refuse(check_settings(config))
+    tokenizer = TextTokenizer.load(resolve_path(config.tokenizer_path), bool(config.parse_special))
+    dataset, validation = open_data(config, tokenizer, show=rank == 0)
+    identity = {
+        "data_fingerprint": dataset.cache.fingerprint,
+        "validation_fingerprint": validation.cache.fingerprint if validation else None,
+        "tokenizer_digest": tokenizer.digest,
+        "rows": len(dataset),
+    }
+    progress = Progress()
+    if checkpoint:
+        check_identity(config, checkpoint.state, identity)
+        progress = saved_progress(config, checkpoint, identity)
+    saved_batch = checkpoint.state["global_batch_size"] if checkpoint else 0
+    windows = make_windows(config, len(dataset), world_size, saved_batch)
+    schedule = make_schedule(config, windows, progress)
+    setup_seed(config.seed)
+    model = init_model(config, tokenizer)
+    plan = make_plan(model, dataset, windows, schedule)
+    refuse(check_plan(config, plan, world_size, progress.step))
+    return Prepared(
+        config, tokenizer, dataset, validation, checkpoint, identity, progress, windows, schedule, plan, model
+    )
+
+
+def refuse(problems: list[str]) -> None:
+    if problems:
+        raise UserError(problems)
+
+
+def find_save(config: Config) -> Checkpoint | None:
+    """The save to go on from, or None for a fresh start. Raises UserError where that would overwrite a run, and
+    CheckpointError where saves exist and none is good."""
+    folder, name = config.run_folder, config.run_name
+    has_weights = (folder / f"{name}.pth").exists()
+    if config.from_resume:
+        checkpoint = load_newest(folder / "resume")
+        if checkpoint is None and has_weights and not config.overwrite:
+            raise UserError(
+                f"--from_resume 1: {folder} holds weights but no resume state; start another run from them with "
+                f"--from_weight {config.save_weight} --save_weight NEW, or replace it with --overwrite 1"
+            )
+        return checkpoint
+    holds_run = has_weights or any((folder / "resume").glob("step_*"))
+    if holds_run and not config.overwrite and not config.eval_only:
+        raise UserError(
+            f"--save_weight {config.save_weight}: {folder} holds a run already; go on with it (--from_resume 1), "
+            "name another (--save_weight NEW) or replace it (--overwrite 1)"
+        )
+    if config.eval_only and config.from_weight == "none":
+        config.from_weight = config.save_weight
+    return None
+
+
+def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> tuple[PretrainDataset, PretrainDataset | None]:
+    """Training rows and, where there are texts for it, validation rows. Raises DataError."""
+    if config.uses_sample:
+        with FileLock(SAMPLE_FOLDER.with_name(".sample.lock")):
+            make_sample(SAMPLE_FOLDER)
+
+    def corpus(path: str, part: str, fraction: float) -> TokenCache:
+        return build_or_open(
+            [str(resolve_path(piece.strip())) for piece in path.split(",")],
+            tokenizer,
+            text_key=config.text_key,
+            cache_dir=resolve_path(config.cache_dir),
+            bad_lines=config.bad_lines,
+            val_fraction=fraction,
+            part=part,
+            verify=bool(config.verify_data),
+            progress=show,
+        )
+
+    train = corpus(config.data_path, "train", config.val_fraction)
+    dataset = PretrainDataset(train, config.max_seq_len, packing=bool(config.packing))
+    val_path = config.val_path or (str(SAMPLE_FOLDER / "val.jsonl") if config.uses_sample else "")
+    if val_path:
+        held_out = corpus(val_path, "train", 0.0)
+    elif config.val_fraction > 0:
+        held_out = corpus(config.data_path, "val", config.val_fraction)
+    else:
+        return dataset, None
+    if show and (shared := count_shared(train, held_out)):
+        print(f"Warning: {shared} validation documents stand in the training texts too", file=sys.stderr)
+    chosen = None
+    if config.eval_rows:
+        chosen = choose_documents(held_out, config.eval_rows, config.max_seq_len, config.seed)
+    return dataset, PretrainDataset(held_out, config.max_seq_len, packing=True, documents=chosen)
+
+
+def saved_progress(config: Config, checkpoint: Checkpoint, identity: dict[str, Any]) -> Progress:
+    """The counters of a save. A best score counts only on the same validation texts."""
+    progress = Progress(**checkpoint.state["progress"])
+    if config.resume_reset == "schedule":
+        progress.schedule_start = progress.rows_seen
+    if checkpoint.state["identity"]["validation_fingerprint"] != identity["validation_fingerprint"]:
+        progress.best_val_loss, progress.best_step = None, 0
+    return progress
+
+
+# --- when ranks have met ---
+
+
+def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
+    """Put the parts together: device, precision, optimizers, saved state, DDP, files. All ranks must call."""
+    config, checkpoint = prepared.config, prepared.checkpoint
+    set_deterministic(bool(config.deterministic))
+    choices = resolve_choices(config, world, checkpoint)
+    dtype = getattr(torch, choices["dtype"])
+    model = prepared.model.to(world.device)
+    optimizers = build_optimizers(model, config, world.device)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+    setup_seed(config.seed + world.rank)  # dropout differs between ranks; the weights were drawn before
+    state = TrainingState(
+        model, optimizers, scaler, prepared.progress, prepared.windows, prepared.schedule, DivergenceWatch(),
+        prepared.identity, choices, environment_facts(world.device) | {"git": git_state(ROOT)}, capture_rng(world.device),
+    )  # fmt: skip
+    notes = start_page(prepared, world.size, choices)
+    if checkpoint:
+        notes += state.restore(checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
+    console = Console(world.is_main)
+    files = open_run_folder(prepared, state) if world.is_main and not config.eval_only else None
+    for line in notes:
+        console.print(line)
+    tracker = start_tracker(
+        bool(config.use_wandb) and files is not None, config.wandb_project, config.run_name, config.values(),
+        config.run_folder, prepared.progress.tracker_run_id or None, world.is_main, console.print,
+    )  # fmt: skip
+    prepared.progress.tracker_run_id = tracker.run_id or prepared.progress.tracker_run_id
+    wrapped = distribute(model, world)
+    state.model = wrapped
+    card = weights_card(prepared)
+    return Run(
+        config, world, stop, prepared.tokenizer, wrapped, prepared.dataset, prepared.validation, state,
+        Saver(config, world, state, card, files), tracker, console, dtype, Clock(prepared.progress.elapsed_seconds),
+    )  # fmt: skip
+
+
+def distribute(model: nn.Module, world: World) -> nn.Module:
+    """DDP where there is more than one rank. Buffers are not broadcast: the rotary tables are the same everywhere."""
+    if world.size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def resolve_choices(config: Config, world: World, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What `auto` comes to. A resume takes the saved run's choices where they were not said anew: other kernels or
+    another thread count would give other bits."""
+    saved = checkpoint.state["choices"] if checkpoint else {}
+    dtype = choose_dtype(config.dtype, world.device) if config.dtype != "auto" or not saved else saved["dtype"]
+    if saved and world.device.type == "cpu":
+        torch.set_num_threads(saved["threads"])
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": world.device.type,
+        "threads": torch.get_num_threads(),
+        "world_size": world.size,
+    }
+
+
+def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
+    """Lock the run folder against a second run, clear what must not be mixed with this one, write the resolved
+    settings. Main process only. Raises UserError when another process trains there."""
+    import yaml
+
+    config, checkpoint = prepared.config, prepared.checkpoint
+    folder = config.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"--save_weight {config.save_weight}: another process is training in {folder}") from None
+    clean_leftovers(folder)
+    clean_leftovers(folder / "resume")
+    if checkpoint:
+        for path in checkpoint.set_damaged_aside():
+            print(f"Warning: {path.name}: {checkpoint.damaged}", file=sys.stderr)
+    else:
+        clear_run(folder, config.run_name)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    metrics.truncate_after(prepared.progress.step)
+    write_file_atomic(folder / "config.yaml", yaml.safe_dump(config.values(), sort_keys=False, allow_unicode=True))
+    record = RunRecord(folder / "run.json")
+    record.update(
+        status="running",
+        seed=config.seed,
+        config=config.values(),
+        identity=prepared.identity,
+        choices=state.choices,
+        environment=state.environment,
+        ledger={"train": prepared.dataset.ledger, "val": prepared.validation.ledger if prepared.validation else None},
+        plan=prepared.plan.as_dict(),
+    )
+    return RunFiles(metrics, record, lock)
+
+
+def clear_run(folder: Path, name: str) -> None:
+    """Remove what an older run of this name left; the user has agreed to it with --overwrite 1."""
+    shutil.rmtree(folder / "resume", ignore_errors=True)
+    for leftover in (
+        f"{name}.pth",
+        f"{name}.json",
+        f"{name}_best.pth",
+        f"{name}_best.json",
+        "metrics.jsonl",
+        "run.json",
+    ):
+        (folder / leftover).unlink(missing_ok=True)
+
+
+def weights_card(prepared: Prepared) -> dict[str, Any]:
+    """What a weights file says of itself: architecture and tokenizer, so that it is never used with another."""
+    return {
+        "format": 1,
+        "kind": "minimind-weights",
+        "config": prepared.model.config.to_dict(),  # type: ignore[operator,union-attr]
+        "tokenizer_digest": prepared.tokenizer.digest,
+        "tokenizer_path": prepared.config.tokenizer_path,
+    }
+
+
+# --- what is printed ---
+
+
+def start_page(prepared: Prepared, world_size: int, choices: dict[str, Any]) -> list[str]:
+    """The lines before the first step: settings, data ledger, plan, and what a resume changes."""
+    config, checkpoint = prepared.config, prepared.checkpoint
+    changed = [f"{name}={getattr(config, name)}" for name in OPTIONS if getattr(config, name) != OPTIONS[name].default]
+    lines = [
+        f"Settings: {', '.join(changed) or 'all defaults'}",
+        f"Device: {choices['device']}, {choices['dtype']}, {choices['threads']} threads, {world_size} ranks",
+        f"Data: {ledger_line(prepared.dataset)}",
+    ]
+    if prepared.validation:
+        lines.append(f"Validation: {ledger_line(prepared.validation)}")
+    lines += prepared.plan.lines(world_size)
+    if checkpoint:
+        lines.append(f"Resuming {checkpoint.folder}")
+        changes = describe_changes(config, checkpoint.state, prepared.windows, prepared.schedule)
+        lines += ["Changed on resume:", *changes] if changes else []
+    elif config.from_resume:
+        lines.append("*** No completed save found: this is a FRESH START, not a resume ***")
+    return lines
+
+
+def ledger_line(dataset: PretrainDataset) -> str:
+    """Documents, tokens, rows and padding of a data set, and what was left out, on one line."""
+    ledger = dataset.ledger
+    line = (
+        f"{ledger['documents']:,} documents, {ledger['tokens']:,} tokens, {ledger['rows']:,} rows, "
+        f"{100 * ledger['padding_share']:.2f} % padding, {ledger['documents_split']:,} documents split"
+    )
+    counts = {name: ledger.get(name, 0) for name in ("documents_cut", "exact_duplicates", "empty_texts", "blank_lines")}
+    counts |= ledger.get("rejected", {})
+    notes = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    return ", ".join([line, *notes])
+
+
+def shown(path: Path) -> str:
+    """A path as one would type it from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def resume_command(config: Config) -> str:
+    """The command line that goes on with this run from the current folder."""
+    words = ["python train_pretrain.py"]
+    for name in ("config", "save_dir", "save_weight", "hidden_size", "use_moe"):
+        value = getattr(config, name)
+        if value != OPTIONS[name].default:
+            words.append(f"--{name} {value}")
+    return " ".join([*words, "--from_resume 1"])

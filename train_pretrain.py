@@ -1,0 +1,370 @@
+"""Pretrain a MiniMind language model from raw text.
+
+    python train_pretrain.py --data_path my.jsonl            one process, best device there is
+    torchrun --nproc_per_node 8 train_pretrain.py ...        many
+    python train_pretrain.py --from_resume 1 ...             go on where the last save left off
+
+The order of events: settings, data, what a save says, ranks, model, loop, finish. README.md has the whole story.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from checkpoint import CheckpointError, SaveFailed, capture_rng, unwrap
+from config import SAMPLE_FOLDER, Config, UserError, load_config
+from dataset.lm_dataset import Batch, SkipBatchSampler
+from dataset.packing import RowOrder
+from dataset.text_reader import DataError
+from evaluation import Evaluation, evaluate, floor_report
+from metrics import StepMetrics, format_log_line
+from model.sampling import sample_text
+from run import Run, begin_run, prepare, resume_command, shown
+from saver import NonFinite
+from trainer_utils import (
+    StopRequested,
+    StopSignal,
+    World,
+    autocast,
+    environment_rank,
+    init_distributed_mode,
+    peak_memory_gib,
+    set_learning_rate,
+    update_parameters,
+)
+
+SKIPS_IN_A_ROW_LIMIT = 10
+
+
+# --- the loop ---
+
+
+def train(run: Run) -> None:
+    """Train from where the state stands to the last step, epoch by epoch."""
+    run.model.train()
+    while not run.is_finished:
+        train_epoch(run, run.state.windows.epoch(run.state.progress.rows_seen))
+    if run.saver.last_saved_step < run.state.progress.step:
+        run.saver.save()  # all ranks
+    run.saver.finish()
+
+
+def train_epoch(run: Run, epoch: int) -> None:
+    """Train what is left of one epoch, or less if the run ends before."""
+    progress, windows = run.state.progress, run.state.windows
+    start = progress.rows_seen - epoch * windows.rows
+    order = RowOrder(windows.rows, run.config.seed, epoch, bool(run.config.shuffle))
+    sampler = SkipBatchSampler(
+        order, windows.global_batch_size, windows.batch_size, run.world.rank, run.world.size, start
+    )
+    batches = load_batches(run, sampler)
+    epoch_end = (epoch + 1) * windows.rows
+    run.console.start(
+        windows.steps_per_epoch, windows.steps_per_epoch - windows.steps_left_in_epoch(progress.rows_seen)
+    )
+    while progress.rows_seen < epoch_end and not run.is_finished:
+        rows = sampler.window(progress.rows_seen - epoch * windows.rows)  # this step's rows, over all ranks
+        target_count = int(run.dataset.row_targets[rows].sum())  # known on every rank without a collective
+        lr = run.state.schedule.lr(progress.rows_seen)
+        set_learning_rate(run.state.optimizers, lr)
+
+        losses = forward_backward(run, batches, sampler.micro_batches(len(rows)), target_count)
+        norm, finite = update_parameters(
+            list(run.model.parameters()), run.state.optimizers, run.state.scaler, run.config.grad_clip
+        )
+
+        progress.step += 1
+        progress.rows_seen += len(rows)
+        progress.tokens_seen += target_count
+        progress.elapsed_seconds = run.clock.elapsed_seconds
+        run.state.rng = capture_rng(run.world.device)  # what a save of this step holds, whatever happens next
+        run.stop.at_once = False  # from here on a signal has a finished step to save
+        run.throughput.count(target_count)
+        run.updates.append((progress.step, rows.tolist(), finite))
+
+        ends_epoch = progress.rows_seen >= epoch_end
+        first_of_epoch = progress.rows_seen - len(rows) <= epoch * windows.rows
+        if first_of_epoch or ends_epoch or run.is_finished or progress.step % run.config.log_interval == 0:
+            log_step(run, epoch, losses, lr, norm)
+        elif run.world.device.type == "cpu":
+            look_at_updates(run)  # costs nothing where there is no device to wait for
+        with run.throughput.paused():
+            best = evaluation_is_due(run, ends_epoch) and evaluate_and_log(run)
+            clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)[1]  # all ranks
+            if best or clock_due or ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step):
+                look_at_updates(run)
+                run.saver.save(best)  # all ranks
+        run.console.advance()
+
+
+def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
+    """This rank's micro-batches. The loader gets a generator of its own: it would draw from the one dropout uses."""
+    on_cuda = run.world.device.type == "cuda"
+    loader: DataLoader = DataLoader(
+        run.dataset,
+        batch_sampler=sampler,
+        collate_fn=lambda batch: batch,  # the dataset assembles whole batches
+        num_workers=run.config.num_workers,
+        pin_memory=on_cuda,
+        generator=torch.Generator(),
+    )
+    return (batch.to(run.world.device, non_blocking=on_cuda) for batch in loader)
+
+
+def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, target_count: int) -> Tensor:
+    """Gradients of one step. Returns [loss, logits_loss, aux_loss], float on the device: this rank's share of the
+    step's means. Raises StopRequested between micro-batches once the ranks agree to stop; the window is then dropped."""
+    config, world = run.config, run.world
+    shares = torch.zeros(3, device=world.device, dtype=torch.get_default_dtype())
+    divisor = torch.tensor(float(target_count), device=world.device)
+    for index in range(micro_batches):
+        batch = next(batches)
+        is_last = index == micro_batches - 1
+        # Gradients travel between ranks once a step, with the last micro-batch.
+        waiting = run.model.no_sync() if world.size > 1 and not is_last else nullcontext()  # type: ignore[operator]
+        with waiting:
+            with autocast(world.device, run.dtype):
+                out = run.model(
+                    batch.input_ids,
+                    position_ids=batch.position_ids,
+                    document_ids=batch.document_ids,
+                    targets=batch.targets,
+                    target_count=divisor,
+                    label_smoothing=config.label_smoothing,
+                    z_loss=config.z_loss,
+                )
+            # Losses are sums over the step's targets; DDP averages over ranks, which the factor undoes.
+            run.state.scaler.scale(out.loss * world.size).backward()
+        shares += torch.stack([out.loss, out.logits_loss, out.aux_loss]).detach()
+        if run.stop.agreed(world)[0]:  # all ranks
+            raise StopRequested(run.stop.received)
+    return shares
+
+
+# --- looking at it ---
+
+
+def look_at_updates(run: Run) -> None:
+    """Count the updates that were skipped since the last look (one host sync). Raises NonFinite after ten in a row."""
+    progress, scaler = run.state.progress, run.state.scaler
+    flags = torch.stack([finite for *_, finite in run.updates]).tolist() if run.updates else []
+    for (step, rows, _), finite in zip(run.updates, flags, strict=True):
+        progress.skipped_in_a_row = 0 if finite else progress.skipped_in_a_row + 1
+        if finite:
+            continue
+        progress.skipped_steps += 1
+        if run.world.is_main:
+            run.saver.files.metrics.write({"step": step, "skipped_rows": rows})
+        run.console.print(f"Step {step}: gradient is not finite; update skipped")
+        # float16 overflows on purpose while its scale settles; at scale 1 there is nothing left to give.
+        scale_is_spent = not scaler.is_enabled() or scaler.get_scale() <= 1
+        if progress.skipped_in_a_row >= SKIPS_IN_A_ROW_LIMIT and scale_is_spent:
+            raise NonFinite(
+                f"step {step}: the gradient was not finite {progress.skipped_in_a_row} steps in a row; "
+                f"lower --learning_rate or look at rows {rows[:8]}"
+            )
+    run.updates.clear()
+
+
+def log_step(run: Run, epoch: int, losses: Tensor, lr: float, norm: Tensor) -> None:
+    """The log line, metrics.jsonl, tracker and progress bar of the step just finished. All ranks must call."""
+    look_at_updates(run)
+    progress, windows, schedule = run.state.progress, run.state.windows, run.state.schedule
+    loss, logits_loss, aux_loss = run.world.sum(losses.tolist())  # all ranks
+    steps_left = windows.steps_left_in_epoch(progress.rows_seen) if progress.rows_seen % windows.rows else 0
+    tokens_per_second, seconds_per_step = run.throughput.read()
+    entry = StepMetrics(
+        step=progress.step,
+        epoch=epoch + 1,
+        loss=loss,
+        logits_loss=logits_loss,
+        aux_loss=aux_loss,
+        lr=lr,
+        grad_norm=norm.item(),
+        rows_seen=progress.rows_seen,
+        tokens_seen=progress.tokens_seen,
+        tokens_per_second=tokens_per_second,
+        elapsed_seconds=progress.elapsed_seconds,
+        skipped_steps=progress.skipped_steps,
+        epochs=-(-schedule.planned_rows // windows.rows),
+        epoch_step=windows.steps_per_epoch - steps_left,
+        epoch_steps=windows.steps_per_epoch,
+        epoch_minutes_left=steps_left * seconds_per_step / 60,
+        peak_memory_gib=peak_memory_gib(run.world.device),
+    )
+    run.console.print(format_log_line(entry))
+    if run.world.is_main:
+        run.saver.files.metrics.write(entry.record())
+        run.tracker.log(entry.record(), progress.step)
+    warning = run.state.watch.update(progress.step, loss, lr, entry.grad_norm, run.saver.last_saved_step or None)
+    if warning:
+        run.console.print(warning)
+
+
+def evaluation_is_due(run: Run, ends_epoch: bool) -> bool:
+    if run.validation is None:
+        return False
+    interval = run.config.eval_interval
+    return run.is_finished or (run.state.progress.step % interval == 0 if interval else ends_epoch)
+
+
+def evaluate_and_log(run: Run) -> bool:
+    """Evaluate, log, and say whether this is the best so far. All ranks must call."""
+    progress = run.state.progress
+    result = evaluate_run(run)
+    run.val_loss = result.val_loss
+    run.console.print(
+        f"Step {progress.step}: val_loss: {result.val_loss:.4f}, val_ppl: {result.val_ppl:.2f}, "
+        f"val_bits_per_byte: {result.val_bits_per_byte:.4f}"
+    )
+    if run.world.is_main:
+        run.saver.files.metrics.write({"step": progress.step, **result.as_dict()})
+        run.tracker.log(result.as_dict(), progress.step)
+    if progress.best_val_loss is not None and not result.val_loss < progress.best_val_loss:
+        return False
+    progress.best_val_loss, progress.best_step = result.val_loss, progress.step
+    return True
+
+
+def evaluate_run(run: Run) -> Evaluation:
+    """The validation set's figures with the model as it is. All ranks must call."""
+    precision = autocast(run.world.device, run.dtype)
+    assert run.validation is not None, "evaluation was asked for without validation texts"
+    return evaluate(unwrap(run.model), run.validation, run.state.windows.batch_size, run.world, precision, run.stop)
+
+
+# --- beginning and end ---
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as `argv` says (sys.argv when None). Returns the exit status: 0, 1 for a failure, 2 for a mistake of the
+    user's, 128 + signal when stopped."""
+    try:
+        config = load_config(argv)
+        with StopSignal() as stop:
+            try:
+                return run_config(config, stop)
+            except StopRequested:  # before there was anything to save
+                print("Stopped before the first new step; the last save, if any, is as it was.", flush=True)
+                return stop.exit_code
+    except (UserError, DataError, CheckpointError) as error:
+        if environment_rank()[1] == 0:  # once a machine
+            for problem in getattr(error, "problems", None) or [str(error)]:
+                print(f"Error: {problem}", file=sys.stderr)
+        return 2
+
+
+def run_config(config: Config, stop: StopSignal) -> int:
+    """One run from settings to exit status."""
+    with stop.immediately():
+        prepared = prepare(config)  # every mistake that can be found is found here, before any process group
+        world = init_distributed_mode(config.device)
+        run = begin_run(prepared, world, stop)
+    if run.config.eval_only:
+        return report_evaluation(run)
+    stop.at_once = True  # until the first new step is finished a stop loses nothing
+    try:
+        try:
+            train(run)
+        except StopRequested:
+            return save_and_leave(run)
+        return finish(run)
+    except SaveFailed as error:
+        set_status(run, "failed")
+        run.console.print(f"Error: {error}")
+        return 1
+    except BaseException as error:
+        set_status(run, "invalid" if isinstance(error, NonFinite) else "failed")
+        if world.size == 1:
+            raise
+        print(f"Rank {world.rank} failed:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: the launcher ends the other ranks, which may wait for this one in a collective
+
+
+def save_and_leave(run: Run) -> int:
+    """Answer a stop signal: the last finished step is saved, the unfinished window is dropped. All ranks must call."""
+    run.stop.at_once = False
+    if run.saver.last_saved_step < run.state.progress.step:
+        run.saver.save()  # all ranks
+    run.saver.finish()
+    set_status(run, "stopped")
+    run.console.close()
+    run.console.print(f"Stopped at step {run.state.progress.step}. To go on: {resume_command(run.config)}")
+    run.tracker.finish("aborted")
+    leave_group(run.world)
+    return run.stop.exit_code
+
+
+def finish(run: Run) -> int:
+    """The end of a run, or of the part that --stop_after asked for: status, figures, samples, what to do next."""
+    config, step = run.config, run.state.progress.step
+    run.console.close()
+    whole = step >= run.state.schedule.total_steps
+    set_status(run, "finished" if whole else "stopped")
+    if run.world.is_main and whole:
+        report_on_sample(run)
+        for number, text in enumerate(sample_texts(run), start=1):
+            run.console.print(f"--- sample {number} ---\n{text}")
+    run.console.print(
+        f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {shown(config.run_folder / config.run_name)}.pth"
+    )
+    run.console.print(f"To go on:    {resume_command(config)}")
+    run.console.print(f"To generate: python scripts/generate.py --load {shown(config.run_folder)}")
+    run.tracker.finish()
+    leave_group(run.world)
+    return 0
+
+
+def report_on_sample(run: Run) -> None:
+    """For the bundled sample, whose entropy is known: how near the model has come to the lowest possible loss."""
+    if run.config.uses_sample and run.validation and run.val_loss is not None and not run.config.eval_rows:
+        run.console.print(floor_report(SAMPLE_FOLDER, run.validation, run.val_loss))
+
+
+def sample_texts(run: Run) -> list[str]:
+    """A few texts by the model as it is now, drawn without touching the training's random numbers."""
+    model, tokenizer = unwrap(run.model), run.tokenizer
+    return [
+        sample_text(model, tokenizer, "", max_new_tokens=120, temperature=0.8, top_p=0.9, seed=run.config.seed + index)
+        for index in range(run.config.samples)
+    ]
+
+
+def report_evaluation(run: Run) -> int:
+    """--eval_only: the validation figures of the weights as loaded; nothing is written."""
+    result = evaluate_run(run)
+    run.console.print(json.dumps(result.as_dict()))
+    leave_group(run.world)
+    return 0
+
+
+def set_status(run: Run, status: str) -> None:
+    """Note in run.json how the run stands; a full disk must not hide the reason for which it ended."""
+    if run.world.is_main:
+        try:
+            run.saver.files.record.update(status=status, progress=asdict(run.state.progress))
+        except SaveFailed as error:
+            print(f"Warning: {error}", file=sys.stderr)
+
+
+def leave_group(world: World) -> None:
+    if world.size > 1:
+        dist.barrier(group=world.side_group)  # all ranks: none may tear down what another still reads
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
