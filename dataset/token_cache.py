@@ -369,7 +369,7 @@ class _Writer:
         """Say what is coming before it is written, judged by the first texts."""
         total = sum(file.size for file in self.request.files)
         per_text_byte = len(encoded.tokens) * encoded.tokens.itemsize / max(1, encoded.batch.text_bytes)
-        unpacked = reader.ledger.text_bytes / max(1, reader.ledger.source_bytes)  # above 1 for gzip
+        unpacked = max(1.0, reader.ledger.text_bytes / max(1, reader.ledger.source_bytes))  # above 1 for gzip
         expected = total * per_text_byte * unpacked
         free = shutil.disk_usage(self.folder).free
         size = f"about {expected / 1e6:,.1f} MB, {free / 1e9:,.1f} GB are free"
