@@ -224,7 +224,7 @@ def check_plan(config: Config, plan: Plan, world_size: int, step: int) -> list[s
     if plan.total_steps < max(step, 1) and not config.eval_only:
         flag = "max_steps" if config.max_steps else "epochs"
         problems.append(
-            f"--{flag} {getattr(config, flag)}: the run is at step {step} already, of {plan.total_steps}; give more to go on"
+            f"--{flag} {getattr(config, flag)}: the saved run is at step {step}, past the end this gives; raise it"
         )
     if config.warmup_steps >= plan.total_steps > 0:
         problems.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from metrics import (
     DivergenceWatch,
     MetricsFile,
     RunRecord,
-    Throughput,
     Tracker,
     environment_facts,
     git_state,
@@ -46,9 +45,9 @@ from saver import RunFiles, Saver
 from trainer_utils import (
     Clock,
     StopSignal,
+    Throughput,
     World,
     build_optimizers,
-    choose_device,
     choose_dtype,
     environment_rank,
     set_deterministic,
@@ -233,9 +232,10 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     optimizers = build_optimizers(model, config, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     setup_seed(config.seed + world.rank)  # dropout differs between ranks; the weights were drawn before
+    environment = environment_facts(world.device) | {"git": git_state(ROOT)}
     state = TrainingState(
         model, optimizers, scaler, prepared.progress, prepared.windows, prepared.schedule, DivergenceWatch(),
-        prepared.identity, choices, environment_facts(world.device) | {"git": git_state(ROOT)}, capture_rng(world.device),
+        prepared.identity, choices, environment, capture_rng(world.device),
     )  # fmt: skip
     notes = start_page(prepared, world.size, choices)
     if checkpoint:

@@ -123,8 +123,8 @@ def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
 
 
 def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, target_count: int) -> Tensor:
-    """Gradients of one step. Returns [loss, logits_loss, aux_loss], float on the device: this rank's share of the
-    step's means. Raises StopRequested between micro-batches once the ranks agree to stop; the window is then dropped."""
+    """Gradients of one step. Returns [loss, logits_loss, aux_loss] on the device: this rank's share of the step's
+    means. Raises StopRequested between micro-batches once the ranks agree to stop; the window is then dropped."""
     config, world = run.config, run.world
     shares = torch.zeros(3, device=world.device, dtype=torch.get_default_dtype())
     divisor = torch.tensor(float(target_count), device=world.device)
@@ -318,9 +318,8 @@ def finish(run: Run) -> int:
         report_on_sample(run)
         for number, text in enumerate(sample_texts(run), start=1):
             run.console.print(f"--- sample {number} ---\n{text}")
-    run.console.print(
-        f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {shown(config.run_folder / config.run_name)}.pth"
-    )
+    weights = shown(config.run_folder / f"{config.run_name}.pth")
+    run.console.print(f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {weights}")
     run.console.print(f"To go on:    {resume_command(config)}")
     run.console.print(f"To generate: python scripts/generate.py --load {shown(config.run_folder)}")
     run.tracker.finish()

@@ -343,6 +343,35 @@ class Clock:
         return time.monotonic() - self._start
 
 
+class Throughput:
+    """Tokens and steps a second of wall time since the last reading, pauses for evaluating and saving left out."""
+
+    def __init__(self) -> None:
+        self._tokens = self._steps = 0
+        self._paused = 0.0
+        self._since = time.monotonic()
+
+    def count(self, tokens: int) -> None:
+        """One step of `tokens` valid targets is done."""
+        self._tokens += tokens
+        self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._paused += time.monotonic() - began
+
+    def read(self) -> tuple[float, float]:
+        """(tokens per second, seconds per step) since the last reading; counting begins anew. Read it after a host
+        sync: before one, a device may still be working on the steps counted."""
+        seconds = max(time.monotonic() - self._since - self._paused, 1e-9)
+        rates = self._tokens / seconds, seconds / max(1, self._steps)
+        self._tokens = self._steps = 0
+        self._paused, self._since = 0.0, time.monotonic()
+        return rates
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory held so far: allocated on the CUDA device, or resident in this process elsewhere."""
     if device.type == "cuda":

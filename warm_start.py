@@ -21,7 +21,7 @@ def model_config(config: Config, tokenizer: Any) -> MiniMindConfig:
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size or None,
+        intermediate_size=config.intermediate_size,
         use_moe=bool(config.use_moe),
         rope_theta=config.rope_theta,
         dropout=config.dropout,
