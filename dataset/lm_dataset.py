@@ -1,6 +1,6 @@
 """Rows of a token cache as training batches, and the order in which a rank meets them.
 
-Nothing here asks whether it is distributed: a rank and a world size are two integers, and one process is a world of one.
+Nothing here asks whether it is distributed: rank and world size are two integers; one process is a world of one.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,11 @@ class Batch:
         return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
 
     def validate(self, vocab_size: int, max_seq_len: int) -> None:
-        """Raise ValueError on a wrong shape, dtype or device, and on CPU on values out of range (CUDA would have to sync)."""
+        """Raise ValueError on a wrong shape, dtype or device; on CPU also on wrong values (CUDA would have to sync)."""
         shape, device = self.input_ids.shape, self.input_ids.device
         for field, tensor in zip(fields(self), self._tensors(), strict=True):
             if tensor.ndim != 2 or tensor.shape != shape or tensor.shape[1] != max_seq_len:
-                raise ValueError(
-                    f"{field.name} is {list(tensor.shape)}, not [batch, {max_seq_len}] as the other tensors"
-                )
+                raise ValueError(f"{field.name} is {list(tensor.shape)}, not [batch, {max_seq_len}] like the rest")
             if tensor.dtype != torch.int64 or tensor.device != device:
                 raise ValueError(f"{field.name} is {tensor.dtype} on {tensor.device}, not int64 on {device}")
         if device.type == "cpu" and self.input_ids.numel():
@@ -81,7 +80,7 @@ class PretrainDataset(Dataset):
     """The rows of a token cache; len() of them. Picklable: a copy in another process maps the same files.
 
     `documents`: indices of the documents to use (all if None). `row_targets` int32 [rows]: valid targets of each row.
-    `row_bytes` int64 [rows]: UTF-8 bytes of the documents that begin in the row (see there). `ledger`: counts for people.
+    `row_bytes` int64 [rows]: UTF-8 bytes of the documents that begin in it. `ledger`: counts for people.
     """
 
     def __init__(self, cache: TokenCache, max_seq_len: int, packing: bool = True, documents: np.ndarray | None = None):
@@ -166,7 +165,8 @@ def collate(batch: Batch) -> Batch:
 
 def _empty_batch(rows: int, size: int, pad_id: int) -> tuple[np.ndarray, ...]:
     shape = (rows, size)
-    return np.full(shape, pad_id), np.full(shape, IGNORED), np.zeros(shape, np.int64), np.full(shape, -1)
+    fills = (pad_id, IGNORED, 0, -1)
+    return tuple(np.full(shape, fill, np.int64) for fill in fills)
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -207,7 +207,7 @@ def _load_or_plan(cache: TokenCache, size: int, packing: bool, documents: np.nda
         return plan or _plan(cache, size, packing, documents)
 
 
-def _stored_plan(folder, cache: TokenCache) -> RowPlan | None:
+def _stored_plan(folder: Path, cache: TokenCache) -> RowPlan | None:
     metadata, trouble = read_metadata(folder, PLAN_VERSION, verify=True)  # a plan is small and read whole anyway
     if trouble is not None or metadata.get("fingerprint") != cache.fingerprint:
         return None
@@ -223,28 +223,24 @@ def _plan(cache: TokenCache, size: int, packing: bool, documents: np.ndarray | N
 
 
 def choose_documents(cache: TokenCache, max_rows: int, max_seq_len: int, seed: int) -> np.ndarray:
-    """Indices of whole documents, drawn by `seed`, that fill at most `max_rows` packed rows (all of them if 0 or enough).
+    """Indices of whole documents, drawn by `seed`, that fill at most `max_rows` packed rows (0: all documents).
 
-    At least one document is chosen, the shortest if none fits.
+    Documents longer than all those rows are passed over; if every document is, the shortest is chosen.
     """
-    total = cache.documents
-    lengths = np.diff(cache.document_offsets)
+    total, positions = cache.documents, max_rows * max_seq_len
+    needed = np.diff(cache.document_offsets) - 1  # positions of each document
     if max_rows <= 0:
         return np.arange(total)
-    drawn = RowOrder(total, seed, epoch=0)[: max_rows * max_seq_len]  # a document takes a position at least
-    fits = int(np.searchsorted(np.cumsum(lengths[drawn] - 1), max_rows * max_seq_len, side="right"))
-    low, high = (
-        0,
-        fits,
-    )  # the most documents that pack into max_rows rows; more documents never need fewer rows (nearly)
-    while low < high:
+    drawn = RowOrder(total, seed, epoch=0)[:]
+    drawn = drawn[needed[drawn] <= positions]
+    low, high = 0, int(np.searchsorted(np.cumsum(needed[drawn]), positions, side="right"))
+    while low < high:  # look for the most documents that pack into max_rows rows; `low` of them do
         middle = (low + high + 1) // 2
-        if plan_rows(lengths[drawn[:middle]], max_seq_len).rows <= max_rows:
+        if plan_rows(needed[drawn[:middle]] + 1, max_seq_len).rows <= max_rows:
             low = middle
         else:
             high = middle - 1
-    chosen = drawn[:low] if low else np.array([lengths.argmin()])
-    return np.sort(chosen)
+    return np.sort(drawn[:low]) if low else np.array([needed.argmin()])
 
 
 # ---------------------------------------------------------------------------------------------- which rows, when

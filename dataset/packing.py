@@ -2,7 +2,7 @@
 
 A document of L tokens t takes L - 1 positions (inputs t[:-1], targets t[1:]). A longer one than a row is split; each
 further piece begins with the last token of the piece before, so every target occurs exactly once. Pieces are packed
-best-fit: each goes to the fullest row that still has room, the longest pieces first (best-fit decreasing, Johnson 1974).
+best-fit decreasing (Johnson, 1974): the longest first, each into the fullest row that still has room for it.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _split(lengths: np.ndarray, starts: np.ndarray, size: int) -> tuple[np.ndarr
 def _best_fit(piece_length: np.ndarray, size: int) -> np.ndarray:
     """Row of each piece, int32. Pieces of one length, and rows with the same room, are handled together.
 
-    Going from the longest pieces down, a row with room r takes r // length of them before another row is fuller: exactly
-    what placing the pieces one by one, each into the fullest row that fits, would do.
+    Going from the longest pieces down, a row with room r takes r // length of them before another row is fuller:
+    exactly what placing the pieces one by one, each into the fullest row that fits, would do.
     """
     by_length = np.argsort(size - piece_length, kind="stable")  # longest first, file order within a length
     counts = np.bincount(piece_length, minlength=size + 1)
