@@ -665,8 +665,8 @@ def write_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Tensor]
             torch.save(halves, file)  # type: ignore[arg-type]  # it needs write and flush
         digest = file.sha256.hexdigest()
         new_card = {**card, "sha256": digest}
-        previous = _read_card(card_path) if path.exists() else None
-        write_json_atomic(card_path, {**new_card, "previous": previous} if previous else new_card)
+        previous = _cards(card_path)[:1] if path.exists() else []
+        write_json_atomic(card_path, {**new_card, "previous": previous[0]} if previous else new_card)
         os.replace(temporary, path)
         sync_folder(path.parent)
         if previous:
@@ -681,16 +681,13 @@ def write_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Tensor]
     return digest
 
 
-def _read_card(path: Path) -> dict[str, Any] | None:
-    """The card beside a weights file; None if there is none or it is no JSON object."""
+def _cards(card_path: Path) -> list[dict[str, Any]]:
+    """The card of a weights file, then the one it was about to replace; none if there is no readable one."""
     try:
-        card = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(card, dict):
-        return None
-    card.pop("previous", None)
-    return card
+        card = json.loads(card_path.read_bytes())
+        return [c for c in (card, card.pop("previous", None)) if c and c["sha256"]]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
 
 
 def _matching_card(path: Path) -> dict[str, Any] | None:
@@ -698,19 +695,14 @@ def _matching_card(path: Path) -> dict[str, Any] | None:
     card_path = path.with_suffix(".json")
     if not card_path.exists():
         return None
-    try:
-        card = json.loads(card_path.read_bytes())
-        candidates = [card, *([card["previous"]] if "previous" in card else [])]
-        digests = [candidate["sha256"] for candidate in candidates]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{card_path}, the card of {path.name}, is damaged: {error}") from error
+    cards = _cards(card_path)
+    if not cards:
+        raise CheckpointError(f"{card_path}, the card of {path.name}, is damaged; delete it to use the weights without")
     digest = _file_digest(path)
-    if digest not in digests:
-        raise CheckpointError(
-            f"{path} is damaged or was exchanged: its SHA-256 differs from the one in {card_path.name}"
-        )
-    found = candidates[digests.index(digest)]
-    return {key: value for key, value in found.items() if key != "previous"}
+    matching = [card for card in cards if card["sha256"] == digest]
+    if not matching:
+        raise CheckpointError(f"{path} is damaged or was exchanged: its SHA-256 differs from that in {card_path.name}")
+    return matching[0]
 
 
 def read_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any] | None]:

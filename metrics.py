@@ -366,6 +366,7 @@ class RunRecord:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
+        self._lock = threading.RLock()  # saves are noted by the checkpoint writer's thread
         self.data: dict[str, Any] = {}
         if self.path.exists():
             try:
@@ -375,13 +376,15 @@ class RunRecord:
 
     def update(self, **fields: Any) -> None:
         assert fields.get("status", "running") in self.STATUSES, f"unknown status {fields['status']!r}"
-        self.data.update(fields, updated=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-        write_json_atomic(self.path, self.data)
+        with self._lock:
+            self.data.update(fields, updated=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+            write_json_atomic(self.path, self.data)
 
     def add_save(self, step: int, weights_digest: str, folder: str | os.PathLike[str]) -> None:
         """Note a save; those of the same or later steps belong to a branch that was left and go."""
-        saves = [save for save in self.data.get("saves", []) if save["step"] < step]
-        self.update(saves=[*saves, {"step": step, "weights_digest": weights_digest, "folder": os.fspath(folder)}])
+        with self._lock:
+            saves = [save for save in self.data.get("saves", []) if save["step"] < step]
+            self.update(saves=[*saves, {"step": step, "weights_digest": weights_digest, "folder": os.fspath(folder)}])
 
 
 def environment_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
