@@ -39,6 +39,8 @@ def locked(path: Path, say: Callable[[str], None] = silent) -> Iterator[None]:
         except Timeout:
             say(f"waiting for another process that prepares the same data (lock {path})")
             lock.acquire(timeout=-1, poll_interval=WAIT_SECONDS)
+        except NotImplementedError:
+            raise DataError(f"token cache {path}: this disk has no file locks; move it with --cache_dir") from None
     try:
         yield
     finally:

@@ -123,7 +123,7 @@ def _paths_of(given: str, problems: list[str]) -> list[Path]:
     """One part of --data_path as a sorted list of paths; a part that leads nowhere is a problem, not an empty list."""
     path = _expand(given)
     if os.path.isdir(path):
-        names = sorted(p for p in Path(path).rglob("*") if not _hidden(p, Path(path)) and p.is_file() and _kind(p))
+        names = sorted(p for p in Path(path).rglob("*") if not _hidden(p, Path(path)) and not p.is_dir() and _kind(p))
         if not names:
             problems.append(f"{given}: the folder holds no file ending in {SUFFIX_LIST}; name another folder")
         return names
@@ -263,7 +263,9 @@ class TextReader:
     def _read_lines(self, source: SourceFile, handle: Any) -> Iterator[Document]:
         parser = _LineParser(self.text_key)
         utf16 = False
-        for number, (line, ended) in enumerate(_split_lines(handle), start=1):
+        number = 0
+        for line, ended in _split_lines(handle):  # enumerate() would hold on to the last line
+            number += 1
             self.ledger.lines += 1
             if number == 1:
                 utf16 = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -280,7 +282,7 @@ class TextReader:
                 self.ledger.reject(source.path, number, wrong.reason, wrong.detail)
                 continue
             self.ledger.duplicate_keys += parser.repeated
-            del line, text  # a 50 MB line need not be held three times
+            del line, text  # a 50 MB line need not be held thrice
             yield from self._unless_empty(document)
 
     def _read_whole(self, source: SourceFile, handle: _HashingFile) -> Iterator[Document]:
@@ -374,14 +376,18 @@ def _split_lines(handle: Any) -> Iterator[tuple[bytes, bool]]:
     while block := handle.read(BLOCK_BYTES):
         *lines, rest = block.split(b"\n")
         for line in lines:
-            if parts:
-                line = b"".join([*parts, line])
-                parts.clear()
-            yield line, True
+            parts.append(line)
+            yield _joined(parts), True
         parts.append(rest)
-    last = b"".join(parts)
-    if last:
-        yield last, False
+    if any(parts):
+        yield _joined(parts), False
+
+
+def _joined(parts: list[bytes]) -> bytes:
+    """The parts as one, and the list emptied: a generator that kept them would hold a 50 MB line twice."""
+    whole = b"".join(parts)
+    parts.clear()
+    return whole
 
 
 def _decode(data: bytes) -> str:

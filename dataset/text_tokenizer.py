@@ -59,7 +59,7 @@ class TextTokenizer:
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
-    def pieces(self, text: str, limit: int = 1 << 19) -> Iterator[str]:
+    def pieces(self, text: str, limit: int = 1 << 17) -> Iterator[str]:
         """`text` in pieces of about `limit` characters whose ids, joined, are those of the whole text."""
         return self._cuts.pieces(text, limit)
 
@@ -167,8 +167,10 @@ class TextCuts:
     """
 
     CANDIDATE = re.compile(r"(?<=[^\W\d_])(?=[ ,.;:!?()，。；：！？、（）《》])")
-    LOCAL_STEPS = frozenset(("ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits"))
-    LOCAL_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase"))
+    LOCAL_STEPS = frozenset(
+        ("ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits", "Punctuation")
+    )
+    LOCAL_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"))
     WINDOW = 2048  # characters on each side
     SEARCH = 1 << 16  # characters looked through for a candidate
     TRIALS = 8

@@ -11,14 +11,16 @@ The folder holds raw little arrays and a description:
 from __future__ import annotations
 
 import array
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +145,10 @@ class _Request:
     val_fraction: float
     part: str
 
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
     @functools.cached_property
     def options(self) -> list:
         """Everything but the files that decides which tokens come out; bad_lines is checked when a cache is opened."""
@@ -202,9 +208,10 @@ def _build(folder: Path, request: _Request, say: Callable[[str], None], progress
     with disk_errors(folder), new_folder(folder) as temporary:
         writer = _Writer(temporary, request, say)
         started = time.perf_counter()
+        batches = _encoded(_batches(reader, request), request.tokenizer)
         try:
-            with _progress_bar(sum(file.size for file in request.files), progress) as bar:
-                for batch in _encoded(_batches(reader, request), request.tokenizer):
+            with contextlib.closing(batches), _progress_bar(request.size, progress) as bar:
+                for batch in batches:
                     writer.write(batch, reader)
                     bar.update(reader.ledger.source_bytes - bar.n)
         finally:
@@ -223,9 +230,9 @@ def _build(folder: Path, request: _Request, say: Callable[[str], None], progress
 def _progress_bar(total: int, progress: bool) -> Any:
     from tqdm import tqdm
 
-    return tqdm(
-        total=total, unit="B", unit_scale=True, desc="tokenising", disable=not progress, mininterval=0.5, leave=False
-    )
+    often = 0.5 if sys.stderr.isatty() else 10  # seconds; a log file wants fewer lines
+    unit = functools.partial(tqdm, unit="B", unit_scale=True)
+    return unit(total=total, desc="tokenising", disable=not progress, mininterval=often, leave=False)
 
 
 def _no_document(request: _Request, ledger: dict) -> str:
@@ -267,8 +274,7 @@ def _batches(reader: TextReader, request: _Request) -> Iterator[_Batch]:
         if not request.belongs(number):
             batch.other_part += 1
             continue
-        text = document.text
-        del document  # its UTF-8 form is not needed any more
+        text, document.utf8 = document.text, b""  # the reader still holds the document
         pieces = iter([text]) if size <= BATCH_BYTES else request.tokenizer.pieces(text)
         piece = next(pieces, None)
         opens = True
@@ -288,7 +294,7 @@ def _batches(reader: TextReader, request: _Request) -> Iterator[_Batch]:
     yield batch
 
 
-def _encoded(batches: Iterator[_Batch], tokenizer: TextTokenizer) -> Iterator[_Encoded]:
+def _encoded(batches: Iterator[_Batch], tokenizer: TextTokenizer) -> Generator[_Encoded, None, None]:
     """Encode batches in order, some ahead: the tokenizer uses all cores and releases the GIL to reading and writing."""
     pool = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
     waiting: deque[Future[_Encoded]] = deque()
@@ -339,7 +345,7 @@ class _Writer:
 
     def write(self, encoded: _Encoded, reader: TextReader) -> None:
         batch = encoded.batch
-        if not self.tokens and len(encoded.tokens):
+        if not self.files["tokens"].size and len(encoded.tokens):
             self._announce(encoded, reader)
         self.files["tokens"].write(encoded.tokens)
         lengths = []
@@ -367,7 +373,7 @@ class _Writer:
 
     def _announce(self, encoded: _Encoded, reader: TextReader) -> None:
         """Say what is coming before it is written, judged by the first texts."""
-        total = sum(file.size for file in self.request.files)
+        total = self.request.size
         per_text_byte = len(encoded.tokens) * encoded.tokens.itemsize / max(1, encoded.batch.text_bytes)
         unpacked = max(1.0, reader.ledger.text_bytes / max(1, reader.ledger.source_bytes))  # above 1 for gzip
         expected = total * per_text_byte * unpacked
