@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -255,6 +257,73 @@ def test_a_server_that_never_answers_delays_neither_the_start_nor_the_exit(tmp_p
     assert result.returncode == 0, result.stderr
     assert "mode off abc in time" in result.stdout
     assert "SwanLab did not start within 1 s" in result.stdout and "Traceback" not in result.stderr
+    assert time.monotonic() - began < 30
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """As much of SwanLab's service as a run needs; once stalled it answers nothing but the start of a run."""
+
+    protocol_version = "HTTP/1.1"
+    stalled = False
+    paths: ClassVar[list[str]] = []
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.paths.append(self.path)
+        code, answer = 200, {}
+        if self.path.endswith("/login/api_key"):
+            answer = {"sid": "s", "expiredAt": "2099-01-01T00:00:00.000Z", "userInfo": {"username": "u"}}
+        elif self.path.endswith("/experiment"):
+            code, answer = 201, {"cuid": "e", "name": "r", "slug": "abc", "user": {"username": "u"}}
+        elif self.path.endswith("/project/u/p"):
+            group = {"username": "u"}
+            answer = {"cuid": "c", "name": "p", "path": "/u/p", "group": group, "_count": {"experiments": 0}}
+        elif self.stalled:
+            time.sleep(60)
+        data = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST = do_PUT = do_PATCH = answer
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+ONLINE = """
+import sys, time
+import metrics as mt
+mt.FINISH_SECONDS = float(sys.argv[2])
+tracker = mt.start_tracker(True, "p", "r", {"lr": 0.1}, sys.argv[1], run_id="abc")
+for step in range(20):
+    tracker.log({"loss": 1.0}, step)
+began = time.monotonic()
+tracker.finish()
+late = time.monotonic() - began > mt.FINISH_SECONDS + 2
+print("mode", tracker.mode, tracker.run_id, "finished", "late" if late else "in time")
+"""
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+def test_swanlab_online_keeps_the_given_run_id_and_a_server_gone_silent_holds_up_nothing(tmp_path, stalled):
+    pytest.importorskip("swanlab")
+    handler = type("Handler", (FakeServer,), {"stalled": stalled, "paths": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), SWANLAB_API_KEY="x" * 21, SWANLAB_ROOT=str(tmp_path / "h"))
+    environment["SWANLAB_API_HOST"] = f"http://127.0.0.1:{server.server_port}"
+    command = [sys.executable, "-c", ONLINE, str(tmp_path), "1" if stalled else "10"]
+    began = time.monotonic()
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    server.shutdown()
+    assert result.returncode == 0, result.stderr
+    assert "mode online abc finished in time" in result.stdout
+    assert ("did not finish within 1 s" in result.stdout) == stalled
+    assert any(path.endswith("/house/metrics") for path in handler.paths) or stalled
     assert time.monotonic() - began < 30
 
 
