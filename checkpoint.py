@@ -302,6 +302,12 @@ def _step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def _where(folder: Path) -> Path:
+    """A save found as `.old-step_N` has its usual name again once `clean_leftovers` ran, here or on another rank."""
+    usual = folder.with_name(f"step_{_step_of(folder) or 0:08d}")
+    return folder if folder.exists() else usual
+
+
 def find_checkpoints(resume_dir: Path) -> list[tuple[int, Path]]:
     """Completed saves as (step, folder), oldest first; whether they are whole is `verify_checkpoint`'s question."""
     resume_dir = Path(resume_dir)
@@ -328,7 +334,7 @@ class Checkpoint:
 
     def load(self, name: str) -> dict[str, Tensor]:
         """The tensors of `<name>.safetensors`, on the host. Raises CheckpointError."""
-        path = self.folder / f"{name}.safetensors"
+        path = _where(self.folder) / f"{name}.safetensors"
         try:
             return load_file(path)
         except Exception as error:  # SafetensorError is not exported
@@ -338,9 +344,9 @@ class Checkpoint:
         """Rename the damaged newer saves to `damaged-step_N`: `prune` must not count them. Main process only."""
         moved = []
         for folder in self.damaged_folders:
-            target = folder.with_name("damaged-" + folder.name.lstrip("."))
+            target = folder.with_name(f"damaged-step_{_step_of(folder):08d}")
             _remove_quietly(target)
-            os.rename(folder, target)
+            os.rename(_where(folder), target)
             moved.append(target)
         return moved
 

@@ -224,7 +224,7 @@ class SwanLabTracker(Tracker):
         self._warned = False
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
-        atexit.register(self.finish)
+        atexit.register(self.finish, "crashed")  # an orderly end has called it before
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         with self._wake:

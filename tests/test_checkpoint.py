@@ -231,6 +231,7 @@ def test_a_crash_between_the_renames_of_a_replacement_leaves_a_save_of_that_step
         found = ck.load_newest(tmp_path)
         assert found is not None and (found.step, found.state["note"]) == (4, expected)
         ck.clean_leftovers(tmp_path)
+        assert found.load("model")["b"].tolist() == [0, 1, 2, 3]  # under its name from before the clean-up
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 
 
