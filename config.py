@@ -139,7 +139,8 @@ class Config:
     use_wandb: int = option(0, "saving and logging", "1: log to SwanLab (the flag's name is MiniMind's)", **SWITCH)
     wandb_project: str = option("MiniMind-Pretrain", "saving and logging", "SwanLab project")
 
-    given: frozenset[str] = field(default=frozenset(), metadata={"internal": True})
+    given: frozenset[str] = field(default=frozenset(), metadata={"internal": True})  # in YAML or on the command line
+    flags: frozenset[str] = field(default=frozenset(), metadata={"internal": True})  # on the command line
 
     def values(self) -> dict[str, Any]:
         """The settings alone, in table order, as plain values for YAML and JSON."""
@@ -285,7 +286,7 @@ def load_config(argv: list[str] | None = None) -> Config:
     problems += more
     if problems:
         raise UserError(problems)
-    return Config(**values, given=frozenset(values))
+    return Config(**values, given=frozenset(values), flags=frozenset(spoken))
 
 
 def unknown_words(words: list[str]) -> list[str]:
@@ -333,22 +334,15 @@ def check_limits(name: str, value: Any) -> list[str]:
 
 def with_saved(config: Config, saved: dict[str, Any]) -> Config:
     """The settings of a resumed run: the saved ones under whatever the user said this time."""
-    kept = {name: value for name, value in saved.items() if name in OPTIONS and name not in ONE_RUN_ONLY}
+    kept = {name: value for name, value in saved.items() if name in OPTIONS and name not in NOT_CARRIED_OVER}
     spoken = {name: getattr(config, name) for name in config.given}
-    return Config(**{**kept, **spoken}, given=config.given)
+    return Config(**{**kept, **spoken}, given=config.given, flags=config.flags)
 
 
-# Options that speak about one start of the program and are not carried over by a resume.
-ONE_RUN_ONLY = {
-    "config",
-    "from_resume",
-    "resume_reset",
-    "from_weight",
-    "overwrite",
-    "eval_only",
-    "stop_after",
-    "device",
-}
+# Options that speak about one start of the program: neither a resume nor the saved config.yaml repeats them.
+ONE_START_ONLY = frozenset(("config", "from_resume", "resume_reset", "overwrite", "eval_only", "stop_after"))
+# Besides those, what a resume takes from this start alone.
+NOT_CARRIED_OVER = ONE_START_ONLY | {"from_weight", "device"}
 
 
 def changed_settings(config: Config, saved: dict[str, Any]) -> list[tuple[str, Any, Any, str]]:
@@ -356,5 +350,5 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> list[tuple[str, A
     return [
         (name, saved[name], getattr(config, name), entry.metadata["on_resume"])
         for name, entry in OPTIONS.items()
-        if name in saved and name not in ONE_RUN_ONLY and saved[name] != getattr(config, name)
+        if name in saved and name not in NOT_CARRIED_OVER and saved[name] != getattr(config, name)
     ]

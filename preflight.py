@@ -94,8 +94,9 @@ def check_device(config: Config) -> list[str]:
 
 
 def check_combinations(config: Config) -> list[str]:
-    """Flags that contradict each other, and flags that could not do anything where they stand."""
-    given = config.given
+    """Settings that contradict each other, and flags of the command line that could do nothing where they stand. A YAML
+    file may hold all settings, as a run's own config.yaml does."""
+    given = config.flags
     has_val = bool(config.val_path) or config.val_fraction > 0 or config.uses_sample
     rules = [
         ({"epochs", "max_steps"} <= given and config.max_steps > 0, "epochs", "--max_steps replaces it; give one"),
@@ -200,7 +201,9 @@ def make_plan(model: torch.nn.Module, dataset: Any, windows: Windows, schedule: 
     matmul = total - idle - vectors - untied_embedding
     tokens = int(dataset.row_targets.sum())
     width = config.num_attention_heads * config.head_dim
-    attention = 12 * config.num_hidden_layers * width * dataset.attended_pairs / max(1, tokens)
+    lengths = dataset.plan.piece_length.astype(float)
+    attended_pairs = float((lengths * (lengths + 1) / 2).sum())
+    attention = 12 * config.num_hidden_layers * width * attended_pairs / max(1, tokens)
     return Plan(
         parameters=total,
         active_parameters=total - idle,

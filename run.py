@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import Checkpoint, capture_rng, clean_leftovers, load_newest, write_file_atomic
-from config import OPTIONS, ROOT, SAMPLE_FOLDER, Config, UserError, resolve_path, with_saved
+from config import ONE_START_ONLY, OPTIONS, ROOT, SAMPLE_FOLDER, Config, UserError, resolve_path, with_saved
 from dataset.lm_dataset import PretrainDataset, choose_documents
 from dataset.make_sample import make_sample
 from dataset.text_tokenizer import TextTokenizer
@@ -307,7 +307,8 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
         clear_run(folder, config.run_name)
     metrics = MetricsFile(folder / "metrics.jsonl")
     metrics.truncate_after(prepared.progress.step)
-    write_file_atomic(folder / "config.yaml", yaml.safe_dump(config.values(), sort_keys=False, allow_unicode=True))
+    repeatable = {name: value for name, value in config.values().items() if name not in ONE_START_ONLY}
+    write_file_atomic(folder / "config.yaml", yaml.safe_dump(repeatable, sort_keys=False, allow_unicode=True))
     record = RunRecord(folder / "run.json")
     record.update(
         status="running",
@@ -316,7 +317,11 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
         identity=prepared.identity,
         choices=state.choices,
         environment=state.environment,
-        ledger={"train": prepared.dataset.ledger, "val": prepared.validation.ledger if prepared.validation else None},
+        ledger={
+            part: {**data.cache.ledger, **data.ledger}
+            for part, data in (("train", prepared.dataset), ("val", prepared.validation))
+            if data
+        },
         plan=prepared.plan.as_dict(),
     )
     return RunFiles(metrics, record, lock)
@@ -373,7 +378,7 @@ def start_page(prepared: Prepared, world_size: int, choices: dict[str, Any]) -> 
 
 def ledger_line(dataset: PretrainDataset) -> str:
     """Documents, tokens, rows and padding of a data set, and what was left out, on one line."""
-    ledger = dataset.ledger
+    ledger = {**dataset.cache.ledger, **dataset.ledger}
     line = (
         f"{ledger['documents']:,} documents, {ledger['tokens']:,} tokens, {ledger['rows']:,} rows, "
         f"{100 * ledger['padding_share']:.2f} % padding, {ledger['documents_split']:,} documents split"

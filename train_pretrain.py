@@ -24,12 +24,11 @@ from torch.utils.data import DataLoader
 
 from checkpoint import CheckpointError, SaveFailed, capture_rng, unwrap
 from config import SAMPLE_FOLDER, Config, UserError, load_config
-from dataset.lm_dataset import Batch, SkipBatchSampler
+from dataset.lm_dataset import Batch, SkipBatchSampler, collate
 from dataset.packing import RowOrder
 from dataset.text_reader import DataError
 from evaluation import Evaluation, evaluate, floor_report
 from metrics import StepMetrics, format_log_line
-from model.sampling import sample_text
 from run import Run, begin_run, prepare, resume_command, shown
 from saver import NonFinite
 from trainer_utils import (
@@ -114,7 +113,7 @@ def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
     loader: DataLoader = DataLoader(
         run.dataset,
         batch_sampler=sampler,
-        collate_fn=lambda batch: batch,  # the dataset assembles whole batches
+        collate_fn=collate,
         num_workers=run.config.num_workers,
         pin_memory=on_cuda,
         generator=torch.Generator(),
@@ -335,6 +334,10 @@ def report_on_sample(run: Run) -> None:
 
 def sample_texts(run: Run) -> list[str]:
     """A few texts by the model as it is now, drawn without touching the training's random numbers."""
+    if not run.config.samples:
+        return []
+    from model.sampling import sample_text
+
     model, tokenizer = unwrap(run.model), run.tokenizer
     return [
         sample_text(model, tokenizer, "", max_new_tokens=120, temperature=0.8, top_p=0.9, seed=run.config.seed + index)

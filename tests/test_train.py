@@ -1,0 +1,246 @@
+"""The whole trainer, called as users call it: one mathematics, files, precedence, resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+
+import pytest
+import torch
+import yaml
+from runs import (
+    final_state,
+    final_weights,
+    finish,
+    kill_after,
+    largest_difference,
+    launch,
+    logged,
+    replaced,
+    run_folder,
+    same_bits,
+    train,
+)
+
+
+@pytest.fixture
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# --- a run and what it leaves ---
+
+
+def test_a_run_lowers_the_loss_and_leaves_weights_state_settings_metrics_and_receipt(arguments, capsys):
+    train(arguments, "--epochs", 3)
+    loss = logged(arguments)
+    assert loss[1] == pytest.approx(math.log(6400) + 32 * 0.02**2 / 2, abs=0.03)
+    assert loss[max(loss)] < loss[1] - 1.5
+    folder = run_folder(arguments)
+    names = {path.name for path in folder.iterdir()} - {".lock"}
+    assert names == {"pretrain_32.pth", "pretrain_32.json", "resume", "config.yaml", "metrics.jsonl", "run.json"}
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["hidden_size"] == 32
+    first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch:"))
+    assert first.startswith("Epoch:[1/3](1/13), loss: 8.7")
+    keys = set(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]))
+    assert keys == set(
+        "step epoch loss logits_loss aux_loss lr grad_norm rows_seen tokens_seen tokens_per_second elapsed_seconds "
+        "skipped_steps".split()
+    )
+
+
+def test_the_weights_file_is_minimind_s_half_precision_state_dict(arguments):
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+
+    train(arguments)
+    folder = run_folder(arguments)
+    weights = torch.load(folder / "pretrain_32.pth", weights_only=True)
+    card = json.loads((folder / "pretrain_32.json").read_text())
+    model = MiniMindForCausalLM(MiniMindConfig.from_dict(card["config"]))
+    model.load_state_dict(weights, strict=True)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+    assert len(card["tokenizer_digest"]) == 64
+    exact = final_weights(arguments)
+    assert all(torch.equal(exact[name].half(), weights[name]) for name in exact)
+
+
+def test_every_target_of_the_corpus_is_trained_exactly_once_an_epoch(arguments):
+    train(arguments, "--epochs", 2)
+    progress = final_state(arguments)["progress"]
+    ledger = json.loads((run_folder(arguments) / "run.json").read_text())["ledger"]["train"]
+    assert progress["tokens_seen"] == 2 * ledger["targets"] == 2 * (ledger["tokens"] - ledger["documents"])
+    assert progress["rows_seen"] == 2 * ledger["rows"]
+    assert progress["step"] == 2 * 13
+
+
+def test_max_steps_cycles_through_the_data_and_spans_the_schedule(arguments):
+    words = without(replaced(arguments, max_steps=30), "epochs")
+    train(words)
+    lr = logged(words, "lr")
+    assert max(lr) == 30
+    assert lr[1] == 0.003
+    assert lr[30] == pytest.approx(0.0003, rel=0.05)
+    assert logged(words, "epoch")[14] == 2
+
+
+def test_stop_after_leaves_early_but_the_schedule_spans_the_whole_run(arguments):
+    train(arguments)
+    whole = logged(arguments, "lr")
+    train(arguments, "--overwrite", 1, "--stop_after", 5)
+    assert logged(arguments, "lr") == {step: whole[step] for step in range(1, 6)}
+    assert json.loads((run_folder(arguments) / "run.json").read_text())["status"] == "stopped"
+
+
+def test_a_second_run_of_the_same_name_is_refused_unless_overwrite(arguments, capsys):
+    train(arguments)
+    before = final_weights(arguments)
+    train(arguments, "--learning_rate", 0.1, expect=2)
+    assert "holds a run already" in capsys.readouterr().err
+    assert same_bits(before, final_weights(arguments))
+    train(arguments, "--learning_rate", 0.1, "--overwrite", 1)
+    assert not same_bits(before, final_weights(arguments))
+
+
+def test_the_command_line_wins_over_yaml_and_yaml_over_defaults(arguments, tmp_path):
+    (tmp_path / "c.yaml").write_text("learning_rate: 0.002\nweight_decay: 0.3\n")
+    train(without(arguments, "learning_rate"), "--config", tmp_path / "c.yaml", "--weight_decay", 0.2)
+    saved = yaml.safe_load((run_folder(arguments) / "config.yaml").read_text())
+    assert (saved["learning_rate"], saved["weight_decay"], saved["beta2"]) == (0.002, 0.2, 0.95)
+
+
+def test_the_saved_config_yaml_repeats_the_run_bit_for_bit(arguments, tmp_path):
+    train(arguments)
+    first = final_weights(arguments)
+    train(["--config", str(run_folder(arguments) / "config.yaml"), "--save_dir", str(tmp_path / "again")])
+    assert same_bits(first, final_weights(replaced(arguments, save_dir=tmp_path / "again")))
+
+
+# --- one mathematics ---
+
+BATCH_SIZES = [4, 2, 1, 3]  # of a global batch of 4: three does not divide it
+
+
+@pytest.mark.parametrize("moe", [0, 1])
+def test_every_split_of_a_step_gives_the_same_losses_and_weights_in_float64(arguments, double_precision, moe):
+    reference = None
+    for batch_size in BATCH_SIZES:
+        words = four_rows_a_step(arguments, use_moe=moe, batch_size=batch_size)
+        train(words, "--overwrite", 1)
+        found = logged(words), logged(words, "aux_loss"), logged(words, "grad_norm"), final_weights(words)
+        reference = reference or found
+        for ours, theirs in zip(found[:3], reference[:3], strict=True):
+            assert ours.keys() == theirs.keys()
+            assert max(abs(ours[step] - theirs[step]) for step in ours) < 1e-9
+        assert largest_difference(found[3], reference[3]) < 1e-9
+    assert (max(reference[1].values()) > 1e-4) == bool(moe)
+
+
+@pytest.mark.parametrize("moe", [0, 1])
+def test_one_two_and_three_ranks_give_the_same_losses_and_weights_in_float64(arguments, moe):
+    found = {}
+    for ranks in (1, 2, 3):
+        words = four_rows_a_step(arguments, use_moe=moe, batch_size=1, save_weight=f"r{ranks}")
+        finish(launch(words, ranks=ranks, float64=True))
+        found[ranks] = logged(words), logged(words, "grad_norm"), final_weights(words)
+    for ranks in (2, 3):
+        for ours, theirs in zip(found[ranks][:2], found[1][:2], strict=True):
+            assert max(abs(ours[step] - theirs[step]) for step in theirs) < 1e-9
+        assert largest_difference(found[ranks][2], found[1][2]) < 1e-9
+
+
+def test_two_ranks_follow_one_in_float32_within_1e_4_over_8_steps(arguments):
+    found = []
+    for ranks in (1, 2):
+        words = without(
+            replaced(arguments, batch_size=2, global_batch_size=4, save_weight=f"r{ranks}"), "accumulation_steps"
+        )
+        finish(launch(words, "--stop_after", 8, ranks=ranks))
+        found.append(logged(words))
+    assert len(found[0]) == 8
+    assert max(abs(found[0][step] - found[1][step]) for step in found[0]) < 1e-4
+
+
+def test_the_last_short_window_of_an_epoch_is_divided_by_what_it_holds(arguments):
+    """52 rows in windows of 5: the 11th holds 2. Its loss is the mean over its own targets, near its neighbours'."""
+    words = without(replaced(arguments, global_batch_size=5), "accumulation_steps")
+    train(words)
+    loss, rows = logged(words), logged(words, "rows_seen")
+    assert (rows[10], rows[11]) == (50, 52)
+    assert loss[11] == pytest.approx(loss[10], abs=0.6)
+
+
+def test_float16_with_a_gradient_scaler_trains_on_the_cpu(arguments):
+    train(replaced(arguments, dtype="float16"))
+    loss, state = logged(arguments), final_state(arguments)
+    assert state["scaler"]["scale"] > 1
+    assert loss[13] < loss[1] - 0.5
+
+
+def test_muon_trains_and_resumes_bit_for_bit(arguments):
+    words = replaced(arguments, optimizer="muon")
+    train(words)
+    whole = final_weights(words)
+    train(words, "--overwrite", 1, "--stop_after", 6)
+    train(words, "--from_resume", 1)
+    assert same_bits(whole, final_weights(words))
+
+
+# --- resume ---
+
+
+@pytest.mark.parametrize("moe", [0, 1])
+def test_stopped_and_resumed_anywhere_gives_the_same_bits(arguments, moe):
+    words = replaced(arguments, use_moe=moe, dropout=0.1, epochs=2)
+    train(words)
+    whole, loss = final_weights(words), logged(words)
+    train(words, "--overwrite", 1, "--stop_after", 1)
+    for stop in (2, 12, 13, 14, 26):  # around the end of an epoch, and the last step
+        train(words, "--from_resume", 1, "--stop_after", stop)
+    assert same_bits(whole, final_weights(words))
+    assert logged(words) == loss
+
+
+def test_kill_9_and_resume_gives_the_same_bits(arguments, tmp_path):
+    words = replaced(arguments, epochs=4, save_interval=3, dropout=0.1)
+    train(words, "--save_weight", "whole")
+    whole = final_weights(replaced(words, save_weight="whole"))
+    draw, kills, log = random.Random(1), 0, tmp_path / "log"
+    for _ in range(40):
+        (process,) = launch(words, "--from_resume", 1, log=str(log))
+        kills += kill_after(process, log, draw.randint(1, 12), draw.uniform(0, 0.03))
+        if process.exitcode == 0:
+            break
+    assert process.exitcode == 0
+    assert kills >= 3
+    assert same_bits(whole, final_weights(words))
+
+
+def test_extending_a_finished_run_by_an_epoch_trains_that_epoch_in_full(arguments, capsys):
+    train(arguments)
+    train(arguments, "--from_resume", 1, "--epochs", 2)
+    assert "epochs: 1 -> 2" in capsys.readouterr().out
+    progress = final_state(arguments)["progress"]
+    assert progress["step"] == 26
+    assert max(logged(arguments)) == 26
+
+
+def test_resuming_a_finished_run_does_nothing_and_ends_well(arguments):
+    train(arguments)
+    before = final_weights(arguments)
+    train(arguments, "--from_resume", 1)
+    assert same_bits(before, final_weights(arguments))
+
+
+def four_rows_a_step(arguments: list[str], **changes: object) -> list[str]:
+    return without(replaced(arguments, global_batch_size=4, **changes), "accumulation_steps")
+
+
+def without(arguments: list[str], *names: str) -> list[str]:
+    """The arguments less some flags and their values."""
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    return [word for pair in pairs if pair[0].lstrip("-") not in names for word in pair]
