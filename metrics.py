@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from checkpoint import SaveFailed, write_file_atomic, write_json_atomic
+from files import SaveFailed, write_file_atomic, write_json_atomic
 
 ONLINE_START_SECONDS = 10.0
 FINISH_SECONDS = 10.0

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from checkpoint import (
-    Checkpoint,
+from checkpoint import Checkpoint
+from config import FIXED, SHOWN, Config, UserError, changed_settings
+from live_state import (
     capture_rng,
     flatten_optimizer,
     flatten_parameters,
@@ -20,7 +21,6 @@ from checkpoint import (
     restore_parameters,
     restore_rng,
 )
-from config import FIXED, SHOWN, Config, UserError, changed_settings
 from trainer_utils import get_lr
 
 

@@ -14,12 +14,14 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import Checkpoint, capture_rng, clean_leftovers, load_newest, write_file_atomic
+from checkpoint import Checkpoint, clean_leftovers, load_newest
 from config import ONE_START_ONLY, OPTIONS, ROOT, SAMPLE_FOLDER, Config, UserError, resolve_path, with_saved
 from dataset.lm_dataset import PretrainDataset, choose_documents
 from dataset.make_sample import make_sample
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import TokenCache, build_or_open, count_shared
+from files import write_file_atomic
+from live_state import capture_rng
 from metrics import (
     Console,
     DivergenceWatch,
@@ -53,7 +55,7 @@ from trainer_utils import (
     set_deterministic,
     setup_seed,
 )
-from warm_start import init_model
+from weights import init_model
 
 
 @dataclass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint import (
-    BackgroundWriter,
-    SaveFailed,
-    prune,
-    weights_digest,
-    write_checkpoint,
-    write_weights,
-)
+from checkpoint import prune, weights_digest, write_checkpoint
 from config import Config
+from files import SaveFailed
 from metrics import MetricsFile, RunRecord
 from resume import TrainingState
 from trainer_utils import World
+from weights import write_weights
 
 
 @dataclass
@@ -38,6 +35,86 @@ class NonFinite(RuntimeError):
     """The numbers have left the reals; nothing was saved from them."""
 
 
+class BackgroundWriter:
+    """Runs saves in a thread, one at a time; the loop pays only for the snapshot.
+
+    A failure surfaces as SaveFailed at the next `snapshot`, `submit` or `wait`. The thread is not a daemon: the
+    interpreter does not exit before the save has ended.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when no save is running any more; raises SaveFailed if the last one failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, SaveFailed):
+            raise error
+        if error is not None:
+            raise SaveFailed(f"a save failed: {type(error).__name__}: {error}") from error
+
+    def submit(self, save: Callable[[], object]) -> None:
+        """Wait for the save before, then start this one."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint-writer", daemon=False)
+        self._thread.start()
+
+    def _run(self, save: Callable[[], object]) -> None:
+        try:
+            save()
+        except BaseException as error:  # handed to the main thread by wait()
+            self._error = error
+
+    @torch.no_grad()
+    def snapshot(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Copy tensors to host memory, laid out as `write_checkpoint` takes them.
+
+        The buffers are kept for the next snapshot (page faults cost more than the copy), so the last save must end.
+        From CUDA the copies go to pinned memory together, with one synchronisation.
+        """
+        self.wait()
+        devices: set[torch.device] = set()
+        copies: dict[str, dict[str, Tensor]] = {}
+        for file, entries in tensors.items():
+            copies[file] = {}
+            for name, tensor in entries.items():
+                buffer = self._buffer((file, name), tensor)
+                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+                copies[file][name] = buffer
+                if tensor.is_cuda:
+                    devices.add(tensor.device)
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return copies
+
+    def _buffer(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        return buffer
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(self, error_type: Any, *_: object) -> None:
+        try:
+            self.wait()
+        except SaveFailed as error:
+            if error_type is None:
+                raise
+            print(f"Also, while stopping: {error}", file=sys.stderr)  # must not hide the error that ends the run
+
+
 class Saver:
     """Writes saves in the background. Every rank holds one, since random states are gathered; rank 0 writes."""
 
@@ -47,7 +124,7 @@ class Saver:
         self.config, self.world, self.state, self.card, self._files = config, world, state, card, files
         self.folder: Path = config.run_folder
         self.writer = BackgroundWriter()
-        self.last_saved_step = state.progress.step
+        self.last_good_step = state.progress.step  # on the disk, whole
         self._last_time = time.monotonic()
 
     @property
@@ -74,7 +151,6 @@ class Saver:
         states = self.world.gather(self.state.rng)  # all ranks
         step = self.state.progress.step
         self._last_time = time.monotonic()
-        self.last_saved_step = step
         if not self.world.is_main:
             return
         self._warn_of_failure()
@@ -86,7 +162,12 @@ class Saver:
         self.writer.submit(lambda: self._write(step, tensors, facts, best))
 
     def finish(self) -> None:
-        """Wait for the last save. Raises SaveFailed if it failed: a run must not end well without its weights."""
+        """Have the last finished step on the disk. All ranks must call. Raises SaveFailed when the last try fails: a
+        run must not end well without its weights."""
+        if self.world.is_main:
+            self._warn_of_failure()
+        if self.world.broadcast(self.last_good_step) < self.state.progress.step:  # all ranks
+            self.save()  # all ranks
         self.writer.wait()
 
     def _warn_of_failure(self) -> None:
@@ -103,6 +184,7 @@ class Saver:
         if self.config.save_state:
             saved = write_checkpoint(self.resume_folder, step, tensors, facts)
             folder, digest = str(saved.relative_to(self.folder)), weights_digest(saved)
+            prune(self.resume_folder, self.config.keep_checkpoints, {step, facts["progress"]["best_step"]})
         weights = dict(tensors["model"])
         if "lm_head.weight" not in weights:  # tied; MiniMind's files name the head too
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -110,6 +192,5 @@ class Saver:
         half_digest = write_weights(self.folder / f"{name}.pth", weights, card)
         if best:
             write_weights(self.folder / f"{name}_best.pth", weights, card)
-        if self.config.save_state:
-            prune(self.resume_folder, self.config.keep_checkpoints, {step, facts["progress"]["best_step"]})
+        self.last_good_step = step
         self.files.record.add_save(step, digest or half_digest, folder)

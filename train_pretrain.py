@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from checkpoint import CheckpointError, SaveFailed, capture_rng, unwrap
 from config import SAMPLE_FOLDER, Config, UserError, load_config
 from dataset.lm_dataset import Batch, SkipBatchSampler, collate
 from dataset.packing import RowOrder
 from dataset.text_reader import DataError
 from evaluation import Evaluation, evaluate, floor_report
+from files import CheckpointError, SaveFailed
+from live_state import capture_rng, unwrap
 from metrics import StepMetrics, format_log_line
 from run import Run, begin_run, prepare, resume_command, shown
 from saver import NonFinite
@@ -54,9 +55,7 @@ def train(run: Run) -> None:
     run.model.train()
     while not run.is_finished:
         train_epoch(run, run.state.windows.epoch(run.state.progress.rows_seen))
-    if run.saver.last_saved_step < run.state.progress.step:
-        run.saver.save()  # all ranks
-    run.saver.finish()
+    run.saver.finish()  # all ranks
 
 
 def train_epoch(run: Run, epoch: int) -> None:
@@ -113,7 +112,7 @@ def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
     loader: DataLoader = DataLoader(
         run.dataset,
         batch_sampler=sampler,
-        collate_fn=collate,
+        collate_fn=collate,  # type: ignore[arg-type]  # the dataset assembles whole batches
         num_workers=run.config.num_workers,
         pin_memory=on_cuda,
         generator=torch.Generator(),
@@ -206,7 +205,7 @@ def log_step(run: Run, epoch: int, losses: Tensor, lr: float, norm: Tensor) -> N
     if run.world.is_main:
         run.saver.files.metrics.write(entry.record())
         run.tracker.log(entry.record(), progress.step)
-    warning = run.state.watch.update(progress.step, loss, lr, entry.grad_norm, run.saver.last_saved_step or None)
+    warning = run.state.watch.update(progress.step, loss, lr, entry.grad_norm, run.saver.last_good_step or None)
     if warning:
         run.console.print(warning)
 
@@ -296,9 +295,7 @@ def run_config(config: Config, stop: StopSignal) -> int:
 def save_and_leave(run: Run) -> int:
     """Answer a stop signal: the last finished step is saved, the unfinished window is dropped. All ranks must call."""
     run.stop.at_once = False
-    if run.saver.last_saved_step < run.state.progress.step:
-        run.saver.save()  # all ranks
-    run.saver.finish()
+    run.saver.finish()  # all ranks
     set_status(run, "stopped")
     run.console.close()
     run.console.print(f"Stopped at step {run.state.progress.step}. To go on: {resume_command(run.config)}")

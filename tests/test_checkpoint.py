@@ -20,7 +20,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import checkpoint as ck
+import checkpoint
+import files
+import live_state
+import saver
+import weights
 
 ROOT = Path(__file__).parent.parent
 FILES = ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"]
@@ -69,7 +73,7 @@ def save(folder: Path, step: int, value: float = 0.0, **state) -> Path:
         "optimizer": {"a/exp_avg": torch.full((300,), float(step))},
         "rng": {"rank0/torch": torch.zeros(16, dtype=torch.uint8)},
     }
-    return ck.write_checkpoint(folder, step, tensors, {"step": step, **state})
+    return checkpoint.write_checkpoint(folder, step, tensors, {"step": step, **state})
 
 
 def flip_bit(path: Path, position: int) -> None:
@@ -93,7 +97,7 @@ def test_our_safetensors_files_are_read_by_the_safetensors_library_for_every_dty
         "empty": torch.zeros(0, 4),
         "非": torch.ones(2),
     }
-    digest = ck.write_tensors(tmp_path / "x.safetensors", tensors, {"note": "hello"})
+    digest = files.write_tensors(tmp_path / "x.safetensors", tensors, {"note": "hello"})
     loaded = load_file(tmp_path / "x.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -101,17 +105,17 @@ def test_our_safetensors_files_are_read_by_the_safetensors_library_for_every_dty
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"note": "hello"}
     again = dict(reversed(tensors.items()))
-    assert ck.write_tensors(tmp_path / "y.safetensors", again, {"note": "hello"}) == digest
+    assert files.write_tensors(tmp_path / "y.safetensors", again, {"note": "hello"}) == digest
 
 
 def test_a_checkpoint_comes_back_bit_equal_with_its_state(tmp_path):
     best = float(np.nextafter(1.1, 2))
     save(tmp_path, 7, best=best, worst=float("inf"), path=Path("x"))
-    found = ck.load_newest(tmp_path)
+    found = checkpoint.load_newest(tmp_path)
     assert found is not None and (found.step, found.folder.name, found.damaged) == (7, "step_00000007", [])
     assert found.state == {"step": 7, "best": best, "worst": float("inf"), "path": "x"}
     assert torch.equal(found.load("model")["a"], torch.full((5, 3), 7.0))
-    with pytest.raises(ck.CheckpointError, match="nothing"):
+    with pytest.raises(files.CheckpointError, match="nothing"):
         found.load("nothing")
 
 
@@ -132,13 +136,13 @@ def test_the_resume_folder_holds_no_pickle_and_obeys_the_umask(tmp_path):
 
 
 def test_no_folder_and_leftovers_alone_are_no_saves(tmp_path):
-    assert ck.load_newest(tmp_path / "absent") is None
+    assert checkpoint.load_newest(tmp_path / "absent") is None
     (tmp_path / ".tmp-step_00000003-99").mkdir()
     (tmp_path / ".del-step_00000002-99").mkdir()
     (tmp_path / ".run.json.tmp-99").write_text("{")
     (tmp_path / "notes").mkdir()
-    assert ck.load_newest(tmp_path) is None
-    assert len(ck.clean_leftovers(tmp_path)) == 3
+    assert checkpoint.load_newest(tmp_path) is None
+    assert len(checkpoint.clean_leftovers(tmp_path)) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
@@ -151,11 +155,11 @@ def test_a_flipped_bit_is_found_wherever_it_is_and_the_save_before_is_taken(tmp_
     original = path.read_bytes()
     for position in {0, len(original) // 3, len(original) // 2, len(original) - 2}:
         flip_bit(path, position)
-        found = ck.load_newest(tmp_path)
+        found = checkpoint.load_newest(tmp_path)
         assert found is not None and found.step == 10, f"byte {position}"
         assert len(found.damaged) == 1 and "step_00000020" in found.damaged[0] and name in found.damaged[0]
         path.write_bytes(original)
-    newest = ck.load_newest(tmp_path)
+    newest = checkpoint.load_newest(tmp_path)
     assert newest is not None and newest.step == 20
 
 
@@ -169,40 +173,40 @@ def test_harm_to_any_file_is_named_and_no_good_save_left_is_an_error_naming_each
             path.unlink()
         else:
             path.write_bytes({"truncated": data[:-3], "empty": b"", "longer": data + b"x"}[harm])
-    with pytest.raises(ck.CheckpointError) as error:
-        ck.load_newest(tmp_path)
+    with pytest.raises(files.CheckpointError) as error:
+        checkpoint.load_newest(tmp_path)
     assert f"step_00000001/{name}" in str(error.value).replace(" has no manifest.json", "/manifest.json")
     assert f"step_00000002/{name}" in str(error.value).replace(" has no manifest.json", "/manifest.json")
 
 
 def test_a_renamed_save_or_one_of_another_format_is_not_trusted(tmp_path):
     save(tmp_path, 5).rename(tmp_path / "step_00000006")
-    assert "holds step 5" in ck.verify_checkpoint(tmp_path / "step_00000006")[0]
+    assert "holds step 5" in checkpoint.verify_checkpoint(tmp_path / "step_00000006")[0]
     manifest = {"format_version": 99, "step": 7, "files": {}}
     (tmp_path / "step_00000007").mkdir()
-    manifest["manifest_sha256"] = ck._manifest_digest(manifest)
+    manifest["manifest_sha256"] = checkpoint._manifest_digest(manifest)
     (tmp_path / "step_00000007" / "manifest.json").write_text(json.dumps(manifest))
-    assert "format version 99" in ck.verify_checkpoint(tmp_path / "step_00000007")[0]
+    assert "format version 99" in checkpoint.verify_checkpoint(tmp_path / "step_00000007")[0]
 
 
 def test_damaged_saves_set_aside_are_neither_counted_by_prune_nor_forgotten(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     flip_bit(tmp_path / "step_00000003" / "model.safetensors", 200)
-    found = ck.load_newest(tmp_path)
+    found = checkpoint.load_newest(tmp_path)
     assert found is not None and found.step == 2
     assert [path.name for path in found.set_damaged_aside()] == ["damaged-step_00000003"]
-    assert ck.prune(tmp_path, 1) == [1]
+    assert checkpoint.prune(tmp_path, 1) == [1]
     (tmp_path / "step_00000002" / "manifest.json").unlink()
-    with pytest.raises(ck.CheckpointError, match="damaged-step_00000003"):
-        ck.load_newest(tmp_path)
+    with pytest.raises(files.CheckpointError, match="damaged-step_00000003"):
+        checkpoint.load_newest(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ replacing, pruning, crashes
 def test_a_second_save_of_the_same_step_replaces_the_first(tmp_path):
     save(tmp_path, 4, note="first")
     save(tmp_path, 4, note="second")
-    found = ck.load_newest(tmp_path)
+    found = checkpoint.load_newest(tmp_path)
     assert found is not None and found.state["note"] == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 
@@ -220,7 +224,7 @@ def test_a_crash_between_the_renames_of_a_replacement_leaves_a_save_of_that_step
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename)
-        patch.setattr(ck, "_remove_quietly", lambda path: None)
+        patch.setattr(checkpoint, "remove_quietly", lambda path: None)
         if killed_at == 1:
             with pytest.raises(KeyboardInterrupt):
                 save(tmp_path, 4, note="second")
@@ -228,9 +232,9 @@ def test_a_crash_between_the_renames_of_a_replacement_leaves_a_save_of_that_step
             save(tmp_path, 4, note="second")
     expected = {1: "first", 2: "second"}[killed_at]
     for _ in range(2):  # before and after the leftovers are cleaned
-        found = ck.load_newest(tmp_path)
+        found = checkpoint.load_newest(tmp_path)
         assert found is not None and (found.step, found.state["note"]) == (4, expected)
-        ck.clean_leftovers(tmp_path)
+        checkpoint.clean_leftovers(tmp_path)
         assert found.load("model")["b"].tolist() == [0, 1, 2, 3]  # under its name from before the clean-up
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 
@@ -238,8 +242,8 @@ def test_a_crash_between_the_renames_of_a_replacement_leaves_a_save_of_that_step
 def test_prune_keeps_the_newest_and_the_named_ones(tmp_path):
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    assert ck.prune(tmp_path, 2, also_keep={20}) == [10, 30]
-    assert [step for step, _ in ck.find_checkpoints(tmp_path)] == [20, 40, 50]
+    assert checkpoint.prune(tmp_path, 2, also_keep={20}) == [10, 30]
+    assert [step for step, _ in checkpoint.find_checkpoints(tmp_path)] == [20, 40, 50]
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -247,7 +251,11 @@ KILLED_WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-import checkpoint as ck
+import checkpoint
+import files
+import live_state
+import saver
+import weights
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 
 def write_for_ever(first, report):
@@ -255,8 +263,8 @@ def write_for_ever(first, report):
         value = float(step)
         tensors = {"model": {"w": torch.full((200_000,), value)}, "optimizer": {"w/m": torch.full((50_000,), value)}}
         for repeat in range(2):  # the second replaces the first
-            ck.write_checkpoint(folder, step, tensors, {"step": step})
-        ck.prune(folder, 1, {step})
+            checkpoint.write_checkpoint(folder, step, tensors, {"step": step})
+        checkpoint.prune(folder, 1, {step})
         os.write(report, f"{step}\\n".encode())
 
 chance = random.Random(5)
@@ -272,15 +280,15 @@ for number in range(rounds):
     os.waitpid(pid, 0)
     with os.fdopen(out) as lines:
         reported = max([reported, *map(int, lines)])
-    found = ck.load_newest(folder)
+    found = checkpoint.load_newest(folder)
     step = found.step if found else 0
     assert step >= reported, (step, reported)
     if found:
         assert found.damaged == [] and found.state["step"] == step
         assert bool((found.load("model")["w"] == step).all()) and bool((found.load("optimizer")["w/m"] == step).all())
     if number % 3 == 0:
-        ck.clean_leftovers(folder)
-        again = ck.load_newest(folder)
+        checkpoint.clean_leftovers(folder)
+        again = checkpoint.load_newest(folder)
         assert (again.step if again else 0) == step
 print("survived", rounds, "kills, last step", reported)
 """
@@ -300,20 +308,24 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import torch
-import checkpoint as ck
+import checkpoint
+import files
+import live_state
+import saver
+import weights
 folder = Path(sys.argv[1])
 small = {"model": {"w": torch.ones(100)}}
 large = {"model": {"w": torch.ones(1_000_000)}}
-ck.write_checkpoint(folder / "resume", 1, small, {})
-ck.write_weights(folder / "w.pth", small["model"], {"step": 1})
+checkpoint.write_checkpoint(folder / "resume", 1, small, {})
+weights.write_weights(folder / "w.pth", small["model"], {"step": 1})
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # Python ignores SIGXFSZ: write raises EFBIG
-for what in (lambda: ck.write_checkpoint(folder / "resume", 1, large, {}),
-             lambda: ck.write_checkpoint(folder / "resume", 2, large, {}),
-             lambda: ck.write_weights(folder / "w.pth", large["model"], {"step": 2}),
-             lambda: ck.write_file_atomic(folder / "w.json", "x" * (2 << 20))):
+for what in (lambda: checkpoint.write_checkpoint(folder / "resume", 1, large, {}),
+             lambda: checkpoint.write_checkpoint(folder / "resume", 2, large, {}),
+             lambda: weights.write_weights(folder / "w.pth", large["model"], {"step": 2}),
+             lambda: files.write_file_atomic(folder / "w.json", "x" * (2 << 20))):
     try:
         what()
-    except ck.SaveFailed as error:
+    except files.SaveFailed as error:
         print(error)
     else:
         sys.exit("no failure")
@@ -328,10 +340,10 @@ def test_a_write_that_the_system_refuses_leaves_everything_saved_before_and_says
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) == 4 and result.stdout.count("File too large") == 4
     assert "Traceback" not in result.stderr
-    found = ck.load_newest(tmp_path / "resume")
+    found = checkpoint.load_newest(tmp_path / "resume")
     assert found is not None and found.step == 1 and found.load("model")["w"].shape == (100,)
-    weights, card = ck.read_weights(tmp_path / "w.pth")
-    assert weights["w"].shape == (100,) and card is not None and card["step"] == 1
+    loaded, card = weights.read_weights(tmp_path / "w.pth")
+    assert loaded["w"].shape == (100,) and card is not None and card["step"] == 1
     assert not [path.name for path in tmp_path.rglob(".*")]
 
 
@@ -344,24 +356,24 @@ def test_a_full_disk_at_any_stage_is_a_save_that_failed_with_the_last_good_one_i
 
     with monkeypatch.context() as patch:
         if call == "write":
-            patch.setattr(ck.HashedFile, "write", full)
+            patch.setattr(files.HashedFile, "write", full)
         else:
             patch.setattr(os, call, full)
         for step in (1, 2):
             with pytest.raises(
-                ck.SaveFailed, match=f"step {step}.*No space left on device.*earlier saves are untouched"
+                files.SaveFailed, match=f"step {step}.*No space left on device.*earlier saves are untouched"
             ):
                 save(tmp_path, step)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    assert ck.verify_checkpoint(tmp_path / "step_00000001") == []
+    assert checkpoint.verify_checkpoint(tmp_path / "step_00000001") == []
 
 
 def test_a_file_where_the_folder_should_be_is_a_save_that_failed(tmp_path):
     (tmp_path / "resume").write_text("")
-    with pytest.raises(ck.SaveFailed, match="step 3"):
+    with pytest.raises(files.SaveFailed, match="step 3"):
         save(tmp_path / "resume", 3)
-    with pytest.raises(ck.SaveFailed):
-        ck.write_file_atomic(tmp_path / "resume" / "x.json", "{}")
+    with pytest.raises(files.SaveFailed):
+        files.write_file_atomic(tmp_path / "resume" / "x.json", "{}")
 
 
 # -------------------------------------------------------------------------------------------- parameters and optimizers
@@ -381,27 +393,33 @@ def test_training_goes_on_bit_equal_after_parameters_and_optimizer_are_restored(
     model = Tied()
     optimizers = make(model)
     train(model, optimizers, 3)
-    tensors = {"model": ck.flatten_parameters(model), "optimizer": ck.flatten_optimizer(optimizers, model)}
-    ck.write_checkpoint(tmp_path, 3, tensors, {})
+    tensors = {
+        "model": live_state.flatten_parameters(model),
+        "optimizer": live_state.flatten_optimizer(optimizers, model),
+    }
+    checkpoint.write_checkpoint(tmp_path, 3, tensors, {})
     train(model, optimizers, 3, seed=2)
 
     torch.manual_seed(99)
     fresh = Tied()
     fresh_optimizers = make(fresh)
-    found = ck.load_newest(tmp_path)
+    found = checkpoint.load_newest(tmp_path)
     assert found is not None
-    ck.restore_parameters(fresh, found.load("model"))
-    ck.restore_optimizer(fresh_optimizers, fresh, found.load("optimizer"))
+    live_state.restore_parameters(fresh, found.load("model"))
+    live_state.restore_optimizer(fresh_optimizers, fresh, found.load("optimizer"))
     assert fresh.head.weight is fresh.embed.weight
     train(fresh, fresh_optimizers, 3, seed=2)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, dict(fresh.named_parameters())[name]), name
-    expected, got = ck.flatten_optimizer(optimizers, model), ck.flatten_optimizer(fresh_optimizers, fresh)
+    expected, got = (
+        live_state.flatten_optimizer(optimizers, model),
+        live_state.flatten_optimizer(fresh_optimizers, fresh),
+    )
     assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
 
 
 def test_a_tied_head_is_stored_once():
-    assert set(ck.flatten_parameters(Tied())) == {"embed.weight", "up.weight", "down.weight", "norm.weight"}
+    assert set(live_state.flatten_parameters(Tied())) == {"embed.weight", "up.weight", "down.weight", "norm.weight"}
 
 
 def test_the_restored_optimizer_keeps_the_hyperparameters_it_was_built_with():
@@ -409,7 +427,7 @@ def test_the_restored_optimizer_keeps_the_hyperparameters_it_was_built_with():
     old = adamw(model, weight_decay=0.3)
     train(model, old, 1)
     new = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.01, fused=True)
-    ck.restore_optimizer(new, model, ck.flatten_optimizer(old, model))
+    live_state.restore_optimizer(new, model, live_state.flatten_optimizer(old, model))
     assert (new.param_groups[0]["lr"], new.param_groups[0]["weight_decay"]) == (0.5, 0.01)
     train(model, [new], 1)
     assert new.state[model.up.weight]["step"].item() == 2
@@ -433,38 +451,38 @@ def test_an_optimizer_state_that_does_not_fit_is_refused_by_name_and_changes_not
     model = Tied()
     optimizers = adamw(model)
     train(model, optimizers, 1)
-    tensors = {key: value.clone() for key, value in ck.flatten_optimizer(optimizers, model).items()}
+    tensors = {key: value.clone() for key, value in live_state.flatten_optimizer(optimizers, model).items()}
     change(tensors)
     fresh = adamw(model)
-    with pytest.raises(ck.CheckpointError, match=message):
-        ck.restore_optimizer(fresh, model, tensors)
+    with pytest.raises(files.CheckpointError, match=message):
+        live_state.restore_optimizer(fresh, model, tensors)
     assert not fresh[0].state
 
 
 def test_the_state_of_another_optimizer_is_refused_and_an_empty_one_is_the_state_before_step_1():
     model = Tied()
     mixed = muon_and_adamw(model)
-    assert ck.flatten_optimizer(mixed, model) == {}
-    ck.restore_optimizer(mixed, model, {})
+    assert live_state.flatten_optimizer(mixed, model) == {}
+    live_state.restore_optimizer(mixed, model, {})
     train(model, mixed, 1)
-    with pytest.raises(ck.CheckpointError, match=r"down\.weight/momentum_buffer is not known"):
-        ck.restore_optimizer(adamw(model), model, ck.flatten_optimizer(mixed, model))
+    with pytest.raises(files.CheckpointError, match=r"down\.weight/momentum_buffer is not known"):
+        live_state.restore_optimizer(adamw(model), model, live_state.flatten_optimizer(mixed, model))
 
 
 def test_parameters_of_another_architecture_are_refused_by_name_and_change_nothing():
-    model, before = Tied(8), ck.flatten_parameters(Tied(12))
+    model, before = Tied(8), live_state.flatten_parameters(Tied(12))
     kept = model.up.weight.clone()
     with pytest.raises(
-        ck.CheckpointError, match=r"another architecture:(.|\n)*up.weight has shape \[24, 12\].*\[16, 8\]"
+        files.CheckpointError, match=r"another architecture:(.|\n)*up.weight has shape \[24, 12\].*\[16, 8\]"
     ):
-        ck.restore_parameters(model, before)
-    tensors = dict(ck.flatten_parameters(Tied(8)), extra=torch.zeros(1))
+        live_state.restore_parameters(model, before)
+    tensors = dict(live_state.flatten_parameters(Tied(8)), extra=torch.zeros(1))
     del tensors["norm.weight"]
-    with pytest.raises(ck.CheckpointError, match=r"extra is not known(.|\n)*norm.weight is missing"):
-        ck.restore_parameters(model, tensors)
-    halves = {name: value.half() for name, value in ck.flatten_parameters(Tied(8)).items()}
-    with pytest.raises(ck.CheckpointError, match=r"float16, this model holds torch\.float32"):
-        ck.restore_parameters(model, halves)
+    with pytest.raises(files.CheckpointError, match=r"extra is not known(.|\n)*norm.weight is missing"):
+        live_state.restore_parameters(model, tensors)
+    halves = {name: value.half() for name, value in live_state.flatten_parameters(Tied(8)).items()}
+    with pytest.raises(files.CheckpointError, match=r"float16, this model holds torch\.float32"):
+        live_state.restore_parameters(model, halves)
     assert torch.equal(model.up.weight, kept)
 
 
@@ -476,10 +494,10 @@ def test_names_are_the_same_plain_compiled_or_inside_ddp(tmp_path):
         inside = torch.compile(nn.parallel.DistributedDataParallel(compiled))
         partly = nn.Sequential(torch.compile(nn.Linear(2, 2)))
         for wrapped in (compiled, nn.parallel.DistributedDataParallel(plain), inside):
-            assert ck.unwrap(wrapped) is plain
-            assert list(ck.flatten_parameters(wrapped)) == list(ck.flatten_parameters(plain))
-            ck.restore_parameters(wrapped, ck.flatten_parameters(Tied()))
-        assert list(ck.flatten_parameters(partly)) == ["0.weight", "0.bias"]
+            assert live_state.unwrap(wrapped) is plain
+            assert list(live_state.flatten_parameters(wrapped)) == list(live_state.flatten_parameters(plain))
+            live_state.restore_parameters(wrapped, live_state.flatten_parameters(Tied()))
+        assert list(live_state.flatten_parameters(partly)) == ["0.weight", "0.bias"]
     finally:
         torch.distributed.destroy_process_group()
 
@@ -497,43 +515,43 @@ def test_every_host_generator_goes_on_as_if_nothing_had_happened(tmp_path, odd):
     if odd:  # both draw normal numbers in pairs and keep the second
         random.gauss(0, 1)
         np.random.randn()
-    state = ck.capture_rng("cpu")
+    state = live_state.capture_rng("cpu")
     expected = [draw() for _ in range(3)]
-    ck.write_tensors(tmp_path / "rng.safetensors", state)
-    assert ck.restore_rng(load_file(tmp_path / "rng.safetensors"), "cpu") == []
+    files.write_tensors(tmp_path / "rng.safetensors", state)
+    assert live_state.restore_rng(load_file(tmp_path / "rng.safetensors"), "cpu") == []
     assert [draw() for _ in range(3)] == expected
 
 
 def test_the_device_generator_that_cannot_be_carried_over_is_named():
-    state = ck.capture_rng("cpu")
-    assert ck.restore_rng({**state, "cuda": torch.zeros(16, dtype=torch.uint8)}, "cpu") == ["cuda"]
+    state = live_state.capture_rng("cpu")
+    assert live_state.restore_rng({**state, "cuda": torch.zeros(16, dtype=torch.uint8)}, "cpu") == ["cuda"]
     del state["numpy"]
-    with pytest.raises(ck.CheckpointError, match="no numpy"):
-        ck.restore_rng(state, "cpu")
+    with pytest.raises(files.CheckpointError, match="no numpy"):
+        live_state.restore_rng(state, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_cuda_generator_and_snapshots_from_cuda_are_exact():
-    state = ck.capture_rng("cuda")
+    state = live_state.capture_rng("cuda")
     expected = torch.rand(5, device="cuda")
-    ck.restore_rng(state, "cuda")
+    live_state.restore_rng(state, "cuda")
     assert torch.equal(torch.rand(5, device="cuda"), expected)
-    copy = ck.BackgroundWriter().snapshot({"x": {"y": expected}})["x"]["y"]
+    copy = saver.BackgroundWriter().snapshot({"x": {"y": expected}})["x"]["y"]
     assert copy.is_pinned() and torch.equal(copy, expected.cpu())
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
+# -------------------------------------------------------------------------------------------------------------- loaded
 def test_weights_are_half_precision_with_every_name_the_tied_head_included_and_a_card(tmp_path):
     model = Tied()
     path = tmp_path / "pretrain_8.pth"
-    digest = ck.write_weights(path, torch.compile(model).state_dict(), {"tokenizer": "abc"})
-    weights, card = ck.read_weights(path)
+    digest = weights.write_weights(path, torch.compile(model).state_dict(), {"tokenizer": "abc"})
+    loaded, card = weights.read_weights(path)
     assert card == {"tokenizer": "abc", "sha256": digest}
-    assert weights.keys() == model.state_dict().keys() and "head.weight" in weights
-    assert all(torch.equal(weights[name], value.half()) for name, value in model.state_dict().items())
-    assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
-    assert torch.load(path, weights_only=True).keys() == weights.keys()
+    assert loaded.keys() == model.state_dict().keys() and "head.weight" in loaded
+    assert all(torch.equal(loaded[name], value.half()) for name, value in model.state_dict().items())
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    assert torch.load(path, weights_only=True).keys() == loaded.keys()
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_umask()
 
 
@@ -545,17 +563,17 @@ def _umask() -> int:
 
 def test_a_view_of_a_large_tensor_makes_a_small_file(tmp_path):
     large = torch.randn(1000, 1000)
-    ck.write_weights(tmp_path / "w.pth", {"row": large[3], "column": large[:, 3]}, {})
+    weights.write_weights(tmp_path / "w.pth", {"row": large[3], "column": large[:, 3]}, {})
     assert (tmp_path / "w.pth").stat().st_size < 10_000
-    assert torch.equal(ck.read_weights(tmp_path / "w.pth")[0]["column"], large[:, 3].half())
+    assert torch.equal(weights.read_weights(tmp_path / "w.pth")[0]["column"], large[:, 3].half())
 
 
 @pytest.mark.parametrize("value", [70000.0, float("nan"), float("-inf")])
 def test_numbers_float16_cannot_hold_are_an_error_and_the_old_file_stays(tmp_path, value):
-    ck.write_weights(tmp_path / "w.pth", {"a": torch.ones(3)}, {})
-    with pytest.raises(ck.CheckpointError, match=r"b holds .*float16"):
-        ck.write_weights(tmp_path / "w.pth", {"a": torch.zeros(3), "b": torch.tensor([1.0, value])}, {})
-    assert ck.read_weights(tmp_path / "w.pth")[0]["a"].tolist() == [1, 1, 1]
+    weights.write_weights(tmp_path / "w.pth", {"a": torch.ones(3)}, {})
+    with pytest.raises(files.CheckpointError, match=r"b holds .*float16"):
+        weights.write_weights(tmp_path / "w.pth", {"a": torch.zeros(3), "b": torch.tensor([1.0, value])}, {})
+    assert weights.read_weights(tmp_path / "w.pth")[0]["a"].tolist() == [1, 1, 1]
 
 
 class Evil:
@@ -577,11 +595,11 @@ def test_a_pickle_that_would_run_code_is_refused_unread(tmp_path, legacy):
     trace, path = tmp_path / "trace", tmp_path / "w.pth"
     value = {"a": torch.ones(2), "evil": Evil(trace)}
     path.write_bytes(_legacy_pickle(value)) if legacy else torch.save(value, path)
-    with pytest.raises(ck.CheckpointError, match="more than tensors"):
-        ck.read_weights(path)
+    with pytest.raises(files.CheckpointError, match="more than tensors"):
+        weights.read_weights(path)
     path.write_bytes(pickle.dumps(Evil(trace)))
-    with pytest.raises(ck.CheckpointError, match=r"w\.pth is refused"):
-        ck.read_weights(path)
+    with pytest.raises(files.CheckpointError, match=r"w\.pth is refused"):
+        weights.read_weights(path)
     assert not trace.exists()
 
 
@@ -589,34 +607,34 @@ def test_a_legacy_or_cardless_weights_file_is_read(tmp_path):
     torch.save({"module._orig_mod.a": torch.ones(2)}, tmp_path / "new.pth")
     (tmp_path / "old.pth").write_bytes(_legacy_pickle({"a": torch.ones(2)}))
     for name in ("new.pth", "old.pth"):
-        weights, card = ck.read_weights(tmp_path / name)
-        assert list(weights) == ["a"] and card is None
+        loaded, card = weights.read_weights(tmp_path / name)
+        assert list(loaded) == ["a"] and card is None
 
 
 @pytest.mark.parametrize("card", [True, False], ids=["with card", "without card"])
 @pytest.mark.parametrize("harm", ["truncated", "empty", "garbage", "bit"])
 def test_damaged_weights_are_refused_in_words(tmp_path, harm, card):
     path = tmp_path / "w.pth"
-    ck.write_weights(path, {"a": torch.arange(5000.0)}, {})
+    weights.write_weights(path, {"a": torch.arange(5000.0)}, {})
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "garbage": b"hello\n" * 99, "bit": data}[harm])
     if not card:
         path.with_suffix(".json").unlink()
-    with pytest.raises(ck.CheckpointError, match=r"w\.pth is (damaged|refused)"):
-        ck.read_weights(path)
+    with pytest.raises(files.CheckpointError, match=r"w\.pth is (damaged|refused)"):
+        weights.read_weights(path)
 
 
 def test_missing_weights_other_contents_and_a_broken_card_are_refused_in_words(tmp_path):
-    with pytest.raises(ck.CheckpointError, match="there is no weights file"):
-        ck.read_weights(tmp_path / "none.pth")
+    with pytest.raises(files.CheckpointError, match="there is no weights file"):
+        weights.read_weights(tmp_path / "none.pth")
     torch.save({"model": {"a": torch.ones(1)}, "step": 3}, tmp_path / "other.pth")
-    with pytest.raises(ck.CheckpointError, match="holds no state dict"):
-        ck.read_weights(tmp_path / "other.pth")
-    ck.write_weights(tmp_path / "w.pth", {"a": torch.ones(1)}, {})
+    with pytest.raises(files.CheckpointError, match="holds no state dict"):
+        weights.read_weights(tmp_path / "other.pth")
+    weights.write_weights(tmp_path / "w.pth", {"a": torch.ones(1)}, {})
     (tmp_path / "w.json").write_text("{")
-    with pytest.raises(ck.CheckpointError, match=r"w\.json, the card of w\.pth, is damaged"):
-        ck.read_weights(tmp_path / "w.pth")
+    with pytest.raises(files.CheckpointError, match=r"w\.json, the card of w\.pth, is damaged"):
+        weights.read_weights(tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("renames_done", range(4))
@@ -624,7 +642,7 @@ def test_a_crash_between_weights_and_card_leaves_weights_with_the_card_that_desc
     tmp_path, monkeypatch, renames_done
 ):
     path = tmp_path / "w.pth"
-    ck.write_weights(path, {"a": torch.ones(1)}, {"step": 1})
+    weights.write_weights(path, {"a": torch.ones(1)}, {"step": 1})
     replace, calls = os.replace, []
 
     def stop(source, target):
@@ -636,11 +654,11 @@ def test_a_crash_between_weights_and_card_leaves_weights_with_the_card_that_desc
     monkeypatch.setattr(os, "replace", stop)
     if renames_done < 3:
         with pytest.raises(KeyboardInterrupt):
-            ck.write_weights(path, {"a": torch.full((1,), 2.0)}, {"step": 2})
+            weights.write_weights(path, {"a": torch.full((1,), 2.0)}, {"step": 2})
     else:
-        ck.write_weights(path, {"a": torch.full((1,), 2.0)}, {"step": 2})
-    weights, card = ck.read_weights(path)
-    assert card is not None and card["step"] == weights["a"].item() == (2 if renames_done >= 2 else 1)
+        weights.write_weights(path, {"a": torch.full((1,), 2.0)}, {"step": 2})
+    loaded, card = weights.read_weights(path)
+    assert card is not None and card["step"] == loaded["a"].item() == (2 if renames_done >= 2 else 1)
     assert "previous" not in card
 
 
@@ -655,7 +673,7 @@ def test_saves_run_beside_the_loop_one_at_a_time():
         running.remove(name)
         order.append(name)
 
-    with ck.BackgroundWriter() as writer:
+    with saver.BackgroundWriter() as writer:
         writer.submit(lambda: slow("a"))
         assert writer.busy and not order
         threading.Timer(0.05, gate.set).start()
@@ -671,7 +689,7 @@ def test_a_failure_in_the_background_surfaces_once_with_its_cause(surface):
     def fail():
         raise cause
 
-    writer = ck.BackgroundWriter()
+    writer = saver.BackgroundWriter()
     writer.submit(fail)
     actions = {
         "wait": writer.wait,
@@ -679,7 +697,7 @@ def test_a_failure_in_the_background_surfaces_once_with_its_cause(surface):
         "snapshot": lambda: writer.snapshot({}),
         "exit": lambda: writer.__exit__(None),
     }
-    with pytest.raises(ck.SaveFailed, match="boom") as error:
+    with pytest.raises(files.SaveFailed, match="boom") as error:
         actions[surface]()
     assert error.value.__cause__ is cause
     writer.wait()
@@ -687,9 +705,9 @@ def test_a_failure_in_the_background_surfaces_once_with_its_cause(surface):
 
 def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(capsys):
     def fail():
-        raise ck.SaveFailed("the disk is full")
+        raise files.SaveFailed("the disk is full")
 
-    with pytest.raises(ZeroDivisionError), ck.BackgroundWriter() as writer:
+    with pytest.raises(ZeroDivisionError), saver.BackgroundWriter() as writer:
         writer.submit(fail)
         raise ZeroDivisionError
     assert "the disk is full" in capsys.readouterr().err
@@ -697,32 +715,32 @@ def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(capsys):
 
 def test_a_snapshot_is_a_copy_in_buffers_used_again_but_never_during_a_save(tmp_path):
     weight = torch.ones(4, 3).t()  # not contiguous
-    with ck.BackgroundWriter() as writer:
+    with saver.BackgroundWriter() as writer:
         first = writer.snapshot({"model": {"w": weight}})
         weight.fill_(2)
         assert torch.equal(first["model"]["w"], torch.ones(3, 4)) and first["model"]["w"].is_contiguous()
 
         def slow_save():
             time.sleep(0.1)
-            ck.write_checkpoint(tmp_path, 1, first, {})
+            checkpoint.write_checkpoint(tmp_path, 1, first, {})
 
         writer.submit(slow_save)
         second = writer.snapshot({"model": {"w": weight}})
         assert second["model"]["w"].data_ptr() == first["model"]["w"].data_ptr()
         third = writer.snapshot({"model": {"w": torch.zeros(2)}})  # another shape: another buffer
         assert third["model"]["w"].shape == (2,)
-    found = ck.load_newest(tmp_path)
+    found = checkpoint.load_newest(tmp_path)
     assert found is not None and torch.equal(found.load("model")["w"], torch.ones(3, 4))
 
 
 def test_the_interpreter_does_not_exit_before_a_save_in_flight_has_ended(tmp_path):
     code = (
-        "import sys, time, torch, checkpoint as ck\nfrom pathlib import Path\nw = ck.BackgroundWriter()\n"
+        "import sys, time, torch, checkpoint, saver\nfrom pathlib import Path\nw = saver.BackgroundWriter()\n"
         "def save():\n    time.sleep(0.3)\n"
-        "    ck.write_checkpoint(Path(sys.argv[1]), 1, {'model': {'a': torch.ones(3)}}, {})\n"
+        "    checkpoint.write_checkpoint(Path(sys.argv[1]), 1, {'model': {'a': torch.ones(3)}}, {})\n"
         "w.submit(save)\nsys.exit(3)\n"
     )
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=60)
     assert result.returncode == 3
-    assert [step for step, _ in ck.find_checkpoints(tmp_path)] == [1]
+    assert [step for step, _ in checkpoint.find_checkpoints(tmp_path)] == [1]

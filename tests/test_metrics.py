@@ -18,7 +18,7 @@ from typing import ClassVar
 import pytest
 
 import metrics as mt
-from checkpoint import SaveFailed
+from files import SaveFailed
 
 ROOT = Path(__file__).parent.parent
 STEP = mt.StepMetrics(

@@ -1,0 +1,165 @@
+"""Files that are whole or not there: written under a temporary name, flushed to the disk, renamed, digested on the way.
+
+Temporary names: `.NAME.tmp-PID`. Tensors are written as safetensors; there is no pickle here.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 22  # hashed and written in turn while the piece is still in the processor's cache
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or weights file cannot be used; the text says which, why and what to do."""
+
+
+class SaveFailed(RuntimeError):
+    """A save did not come about (disk full, no permission ...); what was saved before is untouched."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries (new names, renames) to the disk; Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class HashedFile:
+    """A file being written that knows the SHA-256 of its content; leaving the `with` block flushes it to the disk.
+
+    Created with the mode the umask gives, unlike `tempfile` and `safetensors.save_file` (0600): teammates can read it.
+    Both hashing and writing release the interpreter lock: the training loop runs on meanwhile.
+    """
+
+    def __init__(self, path: Path):
+        self.file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+        self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None  # torch.save turns it into a RuntimeError about "unexpected pos"
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), CHUNK_BYTES):
+                piece = view[start : start + CHUNK_BYTES]
+                self.sha256.update(piece)
+                self.file.write(piece)
+        except OSError as error:
+            self.error = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, error_type: Any, *_: object) -> None:
+        try:
+            if error_type is None:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+        finally:
+            self.file.close()
+
+
+def temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+
+
+def write_file_atomic(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Replace a small file as a whole: after a crash it holds the old content or the new one. Raises SaveFailed."""
+    path = Path(path)
+    temporary = temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with HashedFile(temporary) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        remove_quietly(temporary)
+        raise SaveFailed(
+            f"could not write {path}: {error.strerror or error}; what it held before is untouched"
+        ) from error
+
+
+def write_json_atomic(path: str | os.PathLike[str], value: Any) -> None:
+    """`write_file_atomic` of indented JSON; floats come back bit-equal, paths become text. Raises SaveFailed."""
+    write_file_atomic(path, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False, default=_json_default) + "\n").encode()
+
+
+def _json_default(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (np.generic, Tensor)):
+        return value.item()
+    raise TypeError(f"cannot write {value!r} of type {type(value).__name__} as JSON")
+
+
+def remove_quietly(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """Write tensors on the host as a safetensors file and return its SHA-256 (hex); equal tensors give equal files.
+
+    Layout (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header padded to a multiple of 8,
+    then the data without gaps; the widest types come first, so every tensor is aligned. Raises OSError.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    offset = 0
+    for name, tensor in ordered:
+        assert tensor.device.type == "cpu" and tensor.is_contiguous(), f"{name} must be contiguous and on the host"
+        span = [offset, offset + tensor.numel() * tensor.element_size()]
+        header[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            if tensor.numel():
+                file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # the same memory, seen as bytes
+    return file.sha256.hexdigest()
