@@ -6,6 +6,7 @@ Only the `tokenizers` library is loaded (0.02 s); transformers is imported for f
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -166,7 +167,8 @@ class TextCuts:
     nothing (pre-tokenizers and normalizers that look at the whole text), or no trial succeeds, the rest stays whole.
     """
 
-    CANDIDATE = re.compile(r"(?<=[^\W\d_])(?=[ ,.;:!?()，。；：！？、（）《》])")
+    SPACE = re.compile(r"(?<=[^\W\d_])(?= )")  # tried first: no rule known to us joins a letter to a space after it
+    MARK = re.compile(r"(?<=[^\W\d_])(?=[,.;:!?()，。；：！？、（）《》])")
     LOCAL_STEPS = frozenset(
         ("ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits", "Punctuation")
     )
@@ -199,14 +201,15 @@ class TextCuts:
     def _find(self, text: str, low: int, high: int) -> int | None:
         """The last good cut in [low, high), else the first good one after it."""
         low = max(low, high - self.SEARCH)
-        back = [match.start() for match in self.CANDIDATE.finditer(text, low, high)][-self.TRIALS :]
-        ahead = (match.start() for match in self.CANDIDATE.finditer(text, high))
-        for cut in reversed(back):
-            if self._good(text, cut):
-                return cut
-        for cut, _ in zip(ahead, range(self.TRIALS), strict=False):
-            if cut < len(text) and self._good(text, cut):
-                return cut
+        for pattern in (self.SPACE, self.MARK):
+            back = [match.start() for match in pattern.finditer(text, low, high)]
+            for cut in reversed(back[-self.TRIALS :]):
+                if self._good(text, cut):
+                    return cut
+        for pattern in (self.SPACE, self.MARK):
+            for match in itertools.islice(pattern.finditer(text, high), self.TRIALS):
+                if self._good(text, match.start()):
+                    return match.start()
         return None
 
     def _good(self, text: str, cut: int) -> bool:
@@ -230,5 +233,5 @@ def _steps(node: dict | None, children: str) -> list[dict]:
 def _spans_a_cut(token: dict) -> bool:
     """Could this added token reach over a cut between a letter and a space or punctuation mark?"""
     content = token["content"]
-    inside = TextCuts.CANDIDATE.search(content) is not None
-    return inside or (token["rstrip"] and content[-1:].isalpha()) or token["single_word"]
+    inside = TextCuts.SPACE.search(content) or TextCuts.MARK.search(content)
+    return bool(inside or (token["rstrip"] and content[-1:].isalpha()) or token["single_word"])
