@@ -180,14 +180,14 @@ def _open(folder: Path, request: _Request, verify: bool) -> tuple[TokenCache | N
     if not folder.exists():
         return None, None
     metadata, trouble = read_metadata(folder, VERSION, verify)
-    if trouble is None and verify:
-        trouble = _changed_source(metadata, request)
-    if trouble is not None:
-        return None, trouble
     try:
+        if trouble is None and verify:
+            trouble = _changed_source(metadata, request)
+        if trouble is not None:
+            return None, trouble
         cache = TokenCache(folder, metadata)
         whole = cache.document_offsets[-1] == len(cache.tokens) == cache.ledger["tokens"]
-    except (KeyError, ValueError, IndexError, OSError) as error:
+    except (KeyError, ValueError, IndexError, TypeError, OSError) as error:
         return None, f"it cannot be read ({error})"
     return (cache, None) if whole else (None, "its offsets and tokens disagree")
 
