@@ -35,6 +35,8 @@ class UserError(Exception):
 
 def option(default: Any, group: str, text: str, on_resume: str = FREE, **limits: Any) -> Any:
     """A dataclass field that also carries its help text and its limits (`choices`, `low`, `high`, `above`)."""
+    if type(default) is int:  # beyond 10^12 nothing counted here makes sense, and int64 would overflow
+        limits = {"high": 10**12, **limits}
     return field(default=default, metadata={"group": group, "help": text, "on_resume": on_resume, **limits})
 
 
@@ -83,20 +85,21 @@ class Config:
     num_workers: int = option(0, "data", "loader processes; 0 is fastest: rows come from a memory map", low=0, high=256)
 
     # --- model ---
-    hidden_size: int = option(768, "model", "width of the model", FIXED, low=2)
-    num_hidden_layers: int = option(8, "model", "decoder blocks", FIXED, low=1)
-    num_attention_heads: int = option(8, "model", "query heads", FIXED, low=1)
-    num_key_value_heads: int = option(4, "model", "key/value heads (grouped-query attention)", FIXED, low=1)
-    intermediate_size: int = option(0, "model", "feed-forward width; 0: ceil(hidden x pi / 64) x 64", FIXED, low=0)
+    hidden_size: int = option(768, "model", "width of the model", FIXED, low=2, high=65_536)
+    num_hidden_layers: int = option(8, "model", "decoder blocks", FIXED, low=1, high=1024)
+    num_attention_heads: int = option(8, "model", "query heads", FIXED, low=1, high=1024)
+    num_key_value_heads: int = option(4, "model", "key/value heads (grouped-query attention)", FIXED, low=1, high=1024)
+    intermediate_size: int = option(0, "model", "feed-forward width; 0: ceil(hidden x pi / 64) x 64", FIXED, low=0,
+                                    high=1_048_576)  # fmt: skip
     use_moe: int = option(0, "model", "1: four experts, one a token, instead of one feed-forward", FIXED, **SWITCH)
-    rope_theta: float = option(1e6, "model", "base of the rotary embedding", FIXED, above=0)
+    rope_theta: float = option(1e6, "model", "base of the rotary embedding", FIXED, above=1, high=1e12)
     dropout: float = option(0.0, "model", "dropout probability", SHOWN, low=0, high=0.95)
 
     # --- optimization ---
-    epochs: int = option(2, "optimization", "passes over the data", SHOWN, low=1)
+    epochs: int = option(2, "optimization", "passes over the data", SHOWN, low=1, high=1_000_000)
     max_steps: int = option(0, "optimization", "total steps, data cycling; replaces epochs when > 0", SHOWN, low=0)
-    batch_size: int = option(32, "optimization", "rows in a micro-batch on one rank", low=1)
-    accumulation_steps: int = option(8, "optimization", "micro-batches a rank adds up in a step", low=1)
+    batch_size: int = option(32, "optimization", "rows in a micro-batch on one rank", low=1, high=1_048_576)
+    accumulation_steps: int = option(8, "optimization", "micro-batches a rank adds up in a step", low=1, high=1_048_576)
     global_batch_size: int = option(
         0, "optimization", "rows in a step over all ranks; 0: batch_size x accumulation_steps x ranks", SHOWN, low=0
     )
@@ -169,6 +172,13 @@ def resolve_path(text: str | Path) -> Path:
     return (ROOT if is_default_path(text) else Path.cwd()) / path
 
 
+def resolve_paths(text: str) -> list[str]:
+    """The paths in a comma-separated list, resolved; a name that holds a comma is taken whole where it exists."""
+    if os.path.exists(whole := resolve_path(text)):
+        return [str(whole)]
+    return [str(resolve_path(piece.strip())) for piece in text.split(",") if piece.strip()]
+
+
 def is_default_path(text: str | Path) -> bool:
     """True for the paths this table gives by default (and anything inside the bundled sample's folder)."""
     defaults = {OPTIONS[name].default for name in ("save_dir", "data_path", "tokenizer_path", "cache_dir")}
@@ -184,23 +194,38 @@ def nearest(name: str, names: Any) -> str:
 def convert(name: str, value: Any) -> Any:
     """`value` from YAML or the command line as the option's type. Raises ValueError with the reason in words."""
     default = OPTIONS[name].default
+    if value is None:
+        raise ValueError("a value is needed")
     if isinstance(default, str):
         if isinstance(value, (list, tuple)) and name in ("data_path", "val_path"):
-            return ",".join(map(str, value))
+            value = ",".join(map(str, value))
         if isinstance(value, bool):  # YAML reads a bare `no` or `on` as a truth value
             return str(int(value))
-        if isinstance(value, (dict, list)) or value is None:
+        if isinstance(value, (dict, list)):
             raise ValueError("a text is needed")
-        return str(value)
+        return convert_text(str(value), may_be_blank=not default)
     if isinstance(value, bool):
         value = int(value)
-    if isinstance(value, (dict, list)) or value is None:
+    if isinstance(value, (dict, list)):
         raise ValueError("a number is needed")
     if isinstance(default, int):
         if isinstance(value, float) or not re.fullmatch(r"[+-]?\d+", str(value).strip()):
             raise ValueError("a whole number is needed")
         return int(value)
     return float(value)
+
+
+def convert_text(value: str, may_be_blank: bool) -> str:
+    """The text, if it can be stored and shown. An empty path would mean the current folder, which nobody meant."""
+    if not may_be_blank and not value.strip():
+        raise ValueError("a value is needed")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8; rename the file or folder") from None
+    if not value.isprintable():
+        raise ValueError("holds characters that cannot be printed; write it without them")
+    return value
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -211,18 +236,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
         pass
 
     def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
-        keys = [loader.construct_object(key) for key, _ in node.value]
-        repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
+        keys = [str(loader.construct_object(key)) for key, _ in node.value]
+        repeated = sorted({key for key in keys if keys.count(key) > 1})
         if repeated:
             raise UserError(f"--config {path}: {', '.join(repeated)} is set more than once; keep one line")
-        return dict(loader.construct_pairs(node))
+        return dict(zip(keys, (loader.construct_object(value, deep=True) for _, value in node.value), strict=True))
 
     UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror or error}; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no such date
         where = " ".join(str(error).split())
         raise UserError(f"--config {path}: not valid YAML ({where}); one `name: value` a line") from None
     if loaded is None:
@@ -242,6 +267,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Plain metavars: to argparse every value may be missing, so that we can report it with all else that is wrong."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line: one flag an option, grouped, with defaults shown. Values stay text until `convert`."""
     parser = Parser(
@@ -249,7 +281,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--config FILE.yaml] [--name value ...]",
         description="Train a MiniMind language model from raw text.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=118),
+        formatter_class=lambda prog: HelpFormatter(prog, max_help_position=34, width=118),
     )
     groups: dict[str, Any] = {}
     for name, entry in OPTIONS.items():
@@ -260,13 +292,13 @@ def build_parser() -> argparse.ArgumentParser:
         is_switch = choices == (0, 1)
         shown = "|".join(map(str, choices)) if choices else {str: "TEXT", int: "N", float: "X"}[type(entry.default)]
         note = f" (default: {entry.default})" if entry.default != "" else ""
-        more: dict[str, Any] = {"nargs": "?", "const": "1"} if is_switch else {}
         group.add_argument(
             f"--{name}",
             default=argparse.SUPPRESS,
             metavar=shown,
             help=(about["help"] + note).replace("%", "%%"),
-            **more,
+            nargs="?",
+            const="1" if is_switch else None,
         )
     return parser
 
@@ -308,7 +340,7 @@ def convert_all(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             values[name] = convert(name, value)
         except (ValueError, OverflowError) as error:
             reason = "a number is needed" if "could not convert" in str(error) else error
-            problems.append(f"--{name} {value!r}: {reason}")
+            problems.append(f"--{name}{'' if value is None else f' {value!r}'}: {reason}")
             continue
         problems += check_limits(name, values[name])
     return values, problems
