@@ -1,0 +1,452 @@
+import json
+import pickle
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_tokenizer import TEXT, make_folder
+from torch.utils.data import DataLoader
+
+import dataset.lm_dataset as lm_dataset
+from dataset.lm_dataset import Batch, PretrainDataset, SkipBatchSampler, choose_documents, collate
+from dataset.packing import RowOrder
+from dataset.text_tokenizer import TextTokenizer
+from dataset.token_cache import TokenCache, build_or_open
+
+VOCAB = 420
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return TextTokenizer.load(make_folder(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def make_cache(tmp_path_factory, tokenizer):
+    def make(texts) -> TokenCache:
+        folder = tmp_path_factory.mktemp("corpus")
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "a.jsonl").write_text("".join(lines), encoding="utf-8")
+        return build_or_open(folder / "a.jsonl", tokenizer, cache_dir=folder / "cache", progress=False)
+
+    return make
+
+
+TEXTS = [(TEXT * 2)[i : i + 1 + (i * 37) % 150] or "x" for i in range(100)]
+TEXTS = [text if text.strip() else "x" for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def cache(make_cache):
+    return make_cache(TEXTS)
+
+
+def documents_of(cache):
+    offsets = cache.document_offsets.tolist()
+    return [cache.tokens[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def pieces_of(batch: Batch):
+    """(inputs, targets) of every piece of a packed batch, after checking that padding and positions are as stated."""
+    for row in range(len(batch.input_ids)):
+        ids, targets = batch.input_ids[row], batch.targets[row]
+        positions, documents = batch.position_ids[row], batch.document_ids[row]
+        padding = documents == -1
+        assert bool((targets[padding] == -100).all()) and bool((positions[padding] == 0).all())
+        count = int(documents.max()) + 1
+        assert documents[~padding].tolist() == sorted(documents[~padding].tolist())
+        for number in range(count):
+            at = documents == number
+            assert positions[at].tolist() == list(range(int(at.sum())))
+            yield ids[at].tolist(), targets[at].tolist()
+
+
+# ---------------------------------------------------------------------------------------------- packed batches
+
+
+@pytest.mark.parametrize("size", [2, 7, 32, 512])
+def test_the_rows_hold_exactly_the_tokenised_documents(cache, size):
+    """Pieces come in row order; sorted by where they lie in the corpus and joined, they are the documents."""
+    dataset = PretrainDataset(cache, size)
+    assert documents_rebuilt(cache, dataset) == documents_of(cache)
+
+
+def documents_rebuilt(cache, dataset):
+    pieces = list(pieces_of(dataset.__getitems__(list(range(len(dataset)))))) if len(dataset) else []
+    in_corpus_order = np.argsort(dataset.plan.piece_start, kind="stable")
+    documents: list[list[int]] = []
+    for number in in_corpus_order.tolist():
+        inputs, targets = pieces[number]
+        assert inputs[1:] == targets[:-1]
+        starts_document = int(dataset.plan.piece_start[number]) in set(cache.document_offsets.tolist())
+        if starts_document:
+            documents.append([inputs[0]])
+        assert documents[-1][-1] == inputs[0]  # a further piece begins with the last token of the one before
+        documents[-1] += targets
+    return documents
+
+
+visible_text = st.text(min_size=1, max_size=60).filter(lambda text: text.strip())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(visible_text, min_size=1, max_size=12), st.integers(2, 40))
+def test_whatever_texts_go_in_come_out_of_the_rows_with_every_target_once(make_cache, tokenizer, texts, size):
+    cache = make_cache(texts)
+    dataset = PretrainDataset(cache, size)
+    documents = documents_rebuilt(cache, dataset)
+    ids = tokenizer.encode_batch(texts)
+    assert documents == [[tokenizer.bos_id, *each, tokenizer.eos_id] for each in ids]
+    assert [tokenizer.decode(document[1:-1]) for document in documents] == texts
+    targets = sum(len(each) + 1 for each in ids)
+    assert int(dataset.row_targets.sum()) == targets == dataset.ledger["targets"]
+    shutil.rmtree(cache.folder.parent.parent)
+
+
+def test_row_targets_count_the_valid_targets_of_each_row(cache):
+    for packing in (True, False):
+        dataset = PretrainDataset(cache, 32, packing)
+        batch = dataset.__getitems__(list(range(len(dataset))))
+        assert (batch.targets != -100).sum(1).tolist() == dataset.row_targets.tolist()
+        batch.validate(VOCAB, 32)
+
+
+def test_missing_rows_are_empty_and_leave_the_others_alone(cache):
+    for packing in (True, False):
+        dataset = PretrainDataset(cache, 32, packing)
+        batch, alone = dataset.__getitems__([-1, 3, -1]), dataset[3]
+        for missing in (0, 2):
+            assert set(batch.input_ids[missing].tolist()) == {cache.pad_id}
+            assert set(batch.targets[missing].tolist()) == {-100}
+            assert set(batch.document_ids[missing].tolist()) == {-1}
+        for name in ("input_ids", "targets", "position_ids", "document_ids"):
+            assert torch.equal(getattr(batch, name)[1], getattr(alone, name)[0]), name
+        nothing = dataset.__getitems__([-1, -1])
+        nothing.validate(VOCAB, 32)
+        assert bool((nothing.targets == -100).all())
+
+
+def test_rows_may_be_asked_for_in_any_order_and_more_than_once(cache):
+    dataset = PretrainDataset(cache, 32)
+    batch = dataset.__getitems__([5, 0, 5])
+    assert torch.equal(batch.input_ids[0], batch.input_ids[2])
+    assert torch.equal(batch.input_ids[1], dataset[0].input_ids[0])
+    assert torch.equal(dataset[-1].input_ids, dataset[len(dataset) - 1].input_ids)
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+
+
+def test_without_packing_the_rows_are_minimind_rows_token_for_token(cache, tokenizer):
+    size = 32
+    dataset = PretrainDataset(cache, size, packing=False)
+    batch = dataset.__getitems__(list(range(len(dataset))))
+    for row, text in enumerate(TEXTS):
+        ids = tokenizer.encode_batch([text])[0][: size - 2]
+        ids = [tokenizer.bos_id, *ids, tokenizer.eos_id]
+        padded = ids + [tokenizer.pad_id] * (size - len(ids))
+        assert batch.input_ids[row].tolist() == padded
+        labels = [number if i < len(ids) else -100 for i, number in enumerate(padded)]
+        assert batch.targets[row].tolist() == [*labels[1:], -100]
+        assert batch.position_ids[row].tolist() == [*range(len(ids)), *[0] * (size - len(ids))]
+        assert batch.document_ids[row].tolist() == [0] * len(ids) + [-1] * (size - len(ids))
+    long = [len(ids) for ids in tokenizer.encode_batch(TEXTS) if len(ids) + 2 > size]
+    assert dataset.ledger["documents_cut"] == len(long) > 5
+    assert dataset.ledger["tokens_cut"] == sum(long) - len(long) * (size - 2)
+
+
+def test_the_ledger_accounts_for_every_position(cache):
+    packed, single = PretrainDataset(cache, 64), PretrainDataset(cache, 64, packing=False)
+    for dataset in (packed, single):
+        batch = dataset.__getitems__(list(range(len(dataset))))
+        padding = float((batch.document_ids == -1).double().mean())
+        assert dataset.ledger["padding_share"] == pytest.approx(padding, abs=1e-12)
+        assert dataset.ledger["positions"] == batch.input_ids.numel()
+        assert dataset.ledger["targets"] == int((batch.targets != -100).sum())
+    lengths = np.diff(cache.document_offsets)
+    assert packed.ledger["documents_split"] == int((lengths - 1 > 64).sum()) > 5
+    assert packed.ledger["documents_cut"] == packed.ledger["tokens_cut"] == 0
+
+
+def test_row_bytes_add_up_to_the_bytes_of_all_documents_split_or_not(cache):
+    for size in (16, 512):
+        dataset = PretrainDataset(cache, size)
+        assert len(dataset.row_bytes) == len(dataset)
+        assert dataset.row_bytes.sum() == sum(len(text.encode("utf-8")) for text in TEXTS)
+
+
+def test_row_bytes_of_a_row_are_those_of_the_documents_it_holds(cache):
+    dataset = PretrainDataset(cache, 512)
+    ends = [int((dataset[row].targets == cache.eos_id).sum()) for row in range(len(dataset))]
+    assert sum(ends) == len(TEXTS)
+    single = PretrainDataset(cache, 40, packing=False)
+    lengths = np.diff(cache.document_offsets)
+    expected = np.where(lengths <= 40, cache.document_bytes, 0)
+    assert single.row_bytes.tolist() == expected.tolist()
+
+
+def test_a_subset_of_documents_makes_rows_of_those_alone(cache):
+    chosen = np.array([70, 3, 11, 12])
+    dataset = PretrainDataset(cache, 32, documents=chosen)
+    documents = documents_of(cache)
+    expected = Counter(token for number in chosen for token in documents[number][1:])
+    batch = dataset.__getitems__(list(range(len(dataset))))
+    assert Counter(batch.targets[batch.targets != -100].tolist()) == expected
+    assert dataset.row_bytes.sum() == sum(len(TEXTS[number].encode("utf-8")) for number in chosen)
+    assert dataset.ledger["documents"] == 4
+
+
+# ---------------------------------------------------------------------------------------------- plans kept on disk
+
+
+def test_a_plan_is_made_once_and_read_afterwards(make_cache, monkeypatch):
+    cache = make_cache(TEXTS[:30])
+    first = PretrainDataset(cache, 32)
+    PretrainDataset(cache, 32, documents=np.arange(5))
+
+    def fail(*_):
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr(lm_dataset, "plan_rows", fail)
+    again = PretrainDataset(cache, 32)
+    assert all(np.array_equal(getattr(first.plan, name), getattr(again.plan, name)) for name in vars(first.plan))
+    assert PretrainDataset(cache, 32, documents=np.arange(5)[::-1]).ledger["documents"] == 5
+    for other in ({"max_seq_len": 33}, {"packing": False}, {"documents": np.arange(6)}):
+        with pytest.raises(AssertionError, match="planned again"):
+            PretrainDataset(cache, **({"max_seq_len": 32} | other))
+
+
+@pytest.mark.parametrize("name", ["piece_start.bin", "row_offsets.bin", "metadata.json"])
+def test_a_damaged_plan_is_made_again(make_cache, name):
+    cache = make_cache(TEXTS[:30])
+    expected = PretrainDataset(cache, 32)[0]
+    file = cache.folder / "plans" / "packed_32_all" / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+    assert torch.equal(PretrainDataset(cache, 32)[0].input_ids, expected.input_ids)
+
+
+def test_a_cache_that_cannot_be_written_to_still_serves(make_cache, monkeypatch):
+    cache = make_cache(TEXTS[:30])
+    expected = PretrainDataset(cache, 32)[0]
+    shutil.rmtree(cache.folder / "plans")
+    (cache.folder / "plans").write_text("a file where a folder should be")
+    dataset = PretrainDataset(cache, 32)
+    assert torch.equal(dataset[0].input_ids, expected.input_ids)
+    assert torch.equal(pickle.loads(pickle.dumps(dataset))[0].input_ids, expected.input_ids)
+
+
+def test_a_pickled_dataset_is_small_and_gives_the_same_rows(cache):
+    dataset = PretrainDataset(cache, 32, documents=np.arange(50))
+    data = pickle.dumps(dataset)
+    copy = pickle.loads(data)
+    assert len(data) < 10_000 and len(copy) == len(dataset)
+    assert torch.equal(copy[2].targets, dataset[2].targets)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_hands_out_the_batches_as_they_are(cache, workers):
+    dataset = PretrainDataset(cache, 32)
+    sampler = SkipBatchSampler(RowOrder(len(dataset), 0, 0), 8, 4)
+    options = {"multiprocessing_context": "spawn"} if workers else {}
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, num_workers=workers, **options)
+    batches = list(loader)
+    assert len(batches) == len(loader) == len(sampler)
+    for rows, batch in zip(sampler, batches, strict=True):
+        assert torch.equal(batch.input_ids, dataset.__getitems__(rows).input_ids)
+
+
+@pytest.mark.slow
+def test_a_batch_costs_less_than_a_millisecond_and_a_million_documents_open_within_two_seconds(make_cache):
+    cache = make_cache([f"word {i}" for i in range(1_000_000)])
+    documents = np.flatnonzero(np.arange(1_000_000) % 20)
+    PretrainDataset(cache, 512, documents=documents)
+    started = time.perf_counter()
+    dataset = PretrainDataset(cache, 512, documents=documents)
+    assert time.perf_counter() - started < 2
+    rows = RowOrder(len(dataset), 0, 0)[:3200].reshape(-1, 32).tolist()
+    started = time.perf_counter()
+    for row in rows:
+        dataset.__getitems__(row)
+    print(f"batch of 32 x 512: {(time.perf_counter() - started) / len(rows) * 1e3:.2f} ms")
+
+
+# ---------------------------------------------------------------------------------------------- evaluation documents
+
+
+def test_chosen_documents_fill_no_more_rows_than_asked_and_most_of_them(cache):
+    for max_rows in (1, 3, 10, 40):
+        chosen = choose_documents(cache, max_rows, 64, seed=1)
+        rows = len(PretrainDataset(cache, 64, documents=chosen))
+        assert max_rows - 1 <= rows <= max_rows and sorted(set(chosen.tolist())) == chosen.tolist()
+
+
+def test_chosen_documents_depend_on_the_seed_alone(cache):
+    first, again = choose_documents(cache, 5, 64, seed=1), choose_documents(cache, 5, 64, seed=1)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, choose_documents(cache, 5, 64, seed=2))
+
+
+def test_all_documents_are_chosen_when_they_fit_or_none_is_asked_for(cache):
+    assert choose_documents(cache, 0, 64, seed=1).tolist() == list(range(100))
+    assert choose_documents(cache, 10_000, 64, seed=1).tolist() == list(range(100))
+
+
+def test_documents_longer_than_all_rows_asked_for_are_passed_over(make_cache):
+    cache = make_cache([TEXT * 20, "a", TEXT * 30])
+    assert choose_documents(cache, 1, 16, seed=0).tolist() == [1]
+    assert choose_documents(make_cache([TEXT * 30, TEXT * 20]), 1, 16, seed=0).tolist() == [1]
+
+
+# ---------------------------------------------------------------------------------------------- validate
+
+
+def batch_of(**changes):
+    shape = (2, 4)
+    tensors = {
+        "input_ids": torch.ones(shape, dtype=torch.int64),
+        "targets": torch.tensor([[1, 2, -100, -100], [1, 1, 1, 1]]),
+        "position_ids": torch.arange(4).expand(shape).clone(),
+        "document_ids": torch.tensor([[0, 0, -1, -1], [0, 0, 1, 1]]),
+    }
+    return Batch(**(tensors | changes))
+
+
+WRONG_BATCHES = {
+    "shape": ({"targets": torch.ones(2, 3, dtype=torch.int64)}, "targets is"),
+    "flat": ({"input_ids": torch.ones(8, dtype=torch.int64)}, "input_ids is"),
+    "dtype": ({"position_ids": torch.zeros(2, 4, dtype=torch.int32)}, "position_ids is torch.int32"),
+    "float": ({"document_ids": torch.zeros(2, 4)}, "document_ids is torch.float32"),
+    "device": ({"targets": torch.ones(2, 4, dtype=torch.int64, device="meta")}, "targets is torch.int64 on meta"),
+    "id too large": ({"input_ids": torch.full((2, 4), 10)}, "outside the vocabulary of 10"),
+    "id negative": ({"input_ids": torch.full((2, 4), -1)}, "outside the vocabulary of 10"),
+    "target too large": ({"targets": torch.tensor([[1, 2, -100, -100], [1, 1, 10, 1]])}, "targets hold"),
+    "target negative": ({"targets": torch.tensor([[1, -1, -100, -100], [1, 1, 1, 1]])}, "targets hold"),
+    "position": ({"position_ids": torch.full((2, 4), 4)}, "position_ids must"),
+    "padding with a target": ({"targets": torch.ones(2, 4, dtype=torch.int64)}, "padding"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_BATCHES)
+def test_validate_names_what_is_wrong(case):
+    changes, phrase = WRONG_BATCHES[case]
+    batch_of().validate(10, 4)
+    with pytest.raises(ValueError, match=phrase):
+        batch_of(**changes).validate(10, 4)
+
+
+def test_validate_refuses_another_row_length():
+    with pytest.raises(ValueError, match=r"not \[batch, 5\]"):
+        batch_of().validate(10, 5)
+
+
+def test_validate_reads_no_values_off_a_device():
+    batch = batch_of().to("meta")  # reading a value there would raise
+    batch.validate(10, 4)
+    assert batch.targets.device.type == "meta"
+
+
+# ---------------------------------------------------------------------------------------------- the sampler
+
+
+class Counted:
+    """An order that counts how many positions were looked up."""
+
+    def __init__(self, rows):
+        self.order, self.looked_up = RowOrder(rows, 1, 0), 0
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, positions):
+        answer = self.order[positions]
+        self.looked_up += len(answer)
+        return answer
+
+
+def micro_batches(order, window, batch, ranks, start=0):
+    return [list(SkipBatchSampler(order, window, batch, rank, ranks, start)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("window, batch", [(1, 1), (8, 2), (7, 2), (10, 3), (5, 8), (64, 4), (200, 3)])
+@pytest.mark.parametrize("rows", [1, 37, 100])
+def test_all_ranks_together_see_every_row_once_in_equally_many_micro_batches(rows, window, batch, ranks):
+    order = RowOrder(rows, 5, 2)
+    by_rank = micro_batches(order, window, batch, ranks)
+    assert len({len(each) for each in by_rank}) == 1
+    assert all(len(rows) == batch for each in by_rank for rows in each)
+    seen = [row for each in by_rank for rows in each for row in rows if row >= 0]
+    assert sorted(seen) == list(range(rows))
+    assert len(SkipBatchSampler(order, window, batch, 0, ranks)) == len(by_rank[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_micro_batch_m_of_a_step_goes_to_rank_m_mod_ranks(ranks):
+    order, window, batch = RowOrder(50, 5, 2), 14, 3
+    samplers = [SkipBatchSampler(order, window, batch, rank, ranks) for rank in range(ranks)]
+    streams = [iter(sampler) for sampler in samplers]
+    for position in range(0, 50, window):
+        rows = samplers[0].window(position).tolist()
+        assert rows == order[position : position + window].tolist()
+        turns = samplers[0].micro_batches(len(rows))
+        assert turns == -(-(-(-len(rows) // batch)) // ranks)
+        dealt = [next(stream) for _ in range(turns) for stream in streams]
+        parts = [rows[m * batch : (m + 1) * batch] for m in range(len(dealt))]
+        assert dealt == [part + [-1] * (batch - len(part)) for part in parts]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_starting_at_any_step_gives_the_tail_of_the_whole_epoch(ranks):
+    order, window, batch = RowOrder(53, 5, 2), 10, 3
+    for rank in range(ranks):
+        whole = list(SkipBatchSampler(order, window, batch, rank, ranks))
+        per_step = SkipBatchSampler(order, window, batch, rank, ranks).micro_batches(window)
+        for step in range(6):
+            sampler = SkipBatchSampler(order, window, batch, rank, ranks, start=step * window)
+            assert list(sampler) == whole[step * per_step :] and len(sampler) == len(list(sampler))
+
+
+def test_another_rank_count_takes_over_at_any_row_and_the_epoch_is_still_complete():
+    order = RowOrder(101, 5, 2)
+    first = [rows for each in micro_batches(order, 8, 2, 4) for rows in each[:3]]  # three steps of four ranks
+    rest = [rows for each in micro_batches(order, 15, 5, 3, start=24) for rows in each]
+    assert sorted(row for rows in first + rest for row in rows if row >= 0) == list(range(101))
+
+
+def test_starting_late_in_ten_million_rows_looks_up_one_window():
+    order = Counted(10_000_000)
+    sampler = SkipBatchSampler(order, 512, 32, rank=1, world_size=4, start=9_000_000)
+    next(iter(sampler))
+    assert order.looked_up == 512
+    assert len(sampler) == -(-1_000_000 // 512) * 4 - 1 and len(pickle.dumps(sampler)) < 5000
+
+
+def test_a_finished_epoch_yields_nothing():
+    for start in (100, 120):
+        sampler = SkipBatchSampler(RowOrder(100, 0, 0), 8, 2, start=start)
+        assert list(sampler) == [] and len(sampler) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"global_batch_size": 0}, {"batch_size": 0}, {"rank": 2}, {"rank": -1}, {"start": -1}]
+)
+def test_impossible_samplers_are_refused(wrong):
+    options = {"global_batch_size": 4, "batch_size": 2, "rank": 0, "world_size": 2, "start": 0} | wrong
+    with pytest.raises(ValueError, match="rank below world_size"):
+        SkipBatchSampler(RowOrder(10, 0, 0), **options)
+
+
+# ---------------------------------------------------------------------------------------------- the shared corpus
+
+
+def test_padding_of_the_shared_corpus_is_below_one_percent_at_512(shared_data, tmp_path):
+    tokenizer = TextTokenizer.load(Path(__file__).resolve().parents[1] / "model")
+    cache = build_or_open(shared_data / "val.jsonl", tokenizer, cache_dir=tmp_path, progress=False)
+    assert PretrainDataset(cache, 512).ledger["padding_share"] < 0.01
