@@ -1,3 +1,4 @@
+import itertools
 import pickle
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ def rows_of(plan: RowPlan) -> list[list[tuple[int, int]]]:
     """(start, length) of each piece, row by row."""
     pieces = list(zip(plan.piece_start.tolist(), plan.piece_length.tolist(), strict=True))
     offsets = plan.row_offsets.tolist()
-    return [pieces[begin:end] for begin, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [pieces[begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
 def reference_best_fit(lengths: list[int], size: int) -> list[int]:
@@ -71,7 +72,7 @@ def test_a_long_document_is_cut_into_full_pieces_that_share_one_token_with_the_n
     plan = plan_rows(np.array([length]), size)
     pieces = sorted(piece for row in rows_of(plan) for piece in row)
     assert pieces[0][0] == 0 and sum(n for _, n in pieces) == length - 1
-    for (start, n), (following, _) in zip(pieces, pieces[1:], strict=False):
+    for (start, n), (following, _) in itertools.pairwise(pieces):
         assert n == size and following == start + n  # the last target of one is the first input of the next
 
 
