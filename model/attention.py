@@ -1,8 +1,10 @@
 """Rotary positions and document-masked causal attention: what every block of a batch shares, and the kernels behind it.
 
-A packed row holds several documents, and no token may see another document. Two ways to say so:
-  sdpa    one boolean mask [batch, 1, seq, seq] for `scaled_dot_product_attention`; runs everywhere.
-  varlen  cumulative document lengths for flash kernels that never look outside a document; CUDA, half precision only.
+A packed row holds several documents, and no token may see another document. Three ways to see to that:
+  sdpa       one boolean mask [batch, 1, seq, seq] for `scaled_dot_product_attention`; runs everywhere.
+  documents  matrix products document by document (model/document_attention.py); CPU, no attention dropout.
+  varlen     cumulative document lengths for flash kernels that never look outside a document; CUDA, half precision,
+             no attention dropout.
 """
 
 import math
@@ -14,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-BACKENDS = ("auto", "sdpa", "varlen")
+from model.document_attention import document_attention
+
+BACKENDS = ("auto", "sdpa", "documents", "varlen")
 
 
 class AttentionPlan(NamedTuple):
@@ -22,6 +26,7 @@ class AttentionPlan(NamedTuple):
 
     mask: Tensor | None = None  # bool, broadcastable to [batch, heads, queries, keys]; True = may attend
     causal: bool = False  # plain causal attention without a mask
+    document_ids: Tensor | None = None  # [batch, seq] (documents)
     boundaries: Tensor | None = None  # int32 [documents + 1], cumulative lengths over the flattened batch (varlen)
     longest: int = 0  # upper bound of a document's length (varlen)
 
@@ -69,19 +74,22 @@ def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: 
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str:
-    """`auto` takes the flash kernels where they run: CUDA (Ampere or newer), half precision, no attention dropout."""
+    """`auto` takes the fastest that runs here: documents on a CPU, varlen on CUDA from Ampere on in half precision."""
     if requested not in BACKENDS:
         raise ValueError(f"attention_backend={requested!r} is unknown: use one of {', '.join(BACKENDS)}")
     if requested != "auto":
         return requested
-    half = dtype in (torch.bfloat16, torch.float16)
-    if device.type != "cuda" or not half or dropout:
-        return "sdpa"
-    return "varlen" if torch.cuda.get_device_capability(device) >= (8, 0) else "sdpa"
+    if device.type == "cpu" and not dropout:
+        return "documents"
+    if device.type == "cuda" and not dropout and dtype in (torch.bfloat16, torch.float16):
+        return "varlen" if torch.cuda.get_device_capability(device) >= (8, 0) else "sdpa"
+    return "sdpa"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0, fused: bool = True) -> Tensor:
     """q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim] -> the shape of q."""
+    if plan.document_ids is not None:
+        return document_attention(q, k, v, plan.document_ids)
     if plan.boundaries is not None:
         return _attend_varlen(q, k, v, plan)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

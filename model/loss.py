@@ -15,7 +15,8 @@ from torch import Tensor
 from model.dtypes import compute_dtype, wide_dtype
 
 IGNORE_INDEX = -100
-CHUNK_BYTES = 128 * 2**20  # float32 logits alive at a time; below ~1,000 rows the products lose speed
+CHUNK_BYTES = 128 * 2**20  # logits alive at a time; below ~1,000 rows the products lose speed
+CPU_BLOCK_BYTES = 4 * 2**20  # float32 softmax at a time: what stays in a core's cache takes half the time
 
 
 def linear_cross_entropy_sum(
@@ -40,10 +41,14 @@ def linear_cross_entropy_sum(
         constant to autograd otherwise. Products run in autocast's dtype where it is on; softmax and sums in float32.
     """
     dtype = compute_dtype(hidden)
-    rows = chunk_rows or max(1, CHUNK_BYTES // (weight.shape[0] * wide_dtype(dtype).itemsize))
+    vocab = weight.shape[0]
+    rows = chunk_rows or max(1, CHUNK_BYTES // (vocab * dtype.itemsize))
+    # A compiler fuses the softmax by itself and a GPU has few, large kernels to run: both take a chunk as one block.
+    in_cache = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
+    block_rows = max(1, CPU_BLOCK_BYTES // (vocab * wide_dtype(dtype).itemsize)) if in_cache else rows
     make_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, cross_entropy = _LinearCrossEntropySum.apply(
-        hidden, weight, targets, dtype, rows, float(label_smoothing), float(z_loss), make_gradients
+        hidden, weight, targets, dtype, rows, block_rows, float(label_smoothing), float(z_loss), make_gradients
     )
     return total, cross_entropy if label_smoothing or z_loss else total
 
@@ -57,71 +62,64 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         targets: Tensor,
         dtype: torch.dtype,
         rows: int,
+        block_rows: int,
         smoothing: float,
         z_loss: float,
         make_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
-        narrow_hidden, narrow_weight = hidden.to(dtype), weight.to(dtype)
-        wide = wide_dtype(dtype)
-        cross_entropy = torch.zeros((), dtype=wide, device=hidden.device)
-        extra = torch.zeros_like(cross_entropy)
-        grad_hidden, grad_weight = [], None
-        for start in range(0, hidden.shape[0], rows):
-            x = narrow_hidden[start : start + rows]
-            logits = (x @ narrow_weight.t()).to(wide)  # [chunk, vocab]
-            chunk_loss, chunk_extra, grad_logits = _chunk_loss(
-                logits, targets[start : start + rows], smoothing, z_loss, make_gradients
-            )
-            cross_entropy, extra = cross_entropy + chunk_loss, extra + chunk_extra
-            if grad_logits is not None:
-                narrow_grad = grad_logits.to(dtype)
-                grad_hidden.append((narrow_grad @ narrow_weight).to(hidden.dtype))
-                product = (narrow_grad.t() @ x).to(weight.dtype)
+        narrow_weight = weight.to(dtype)
+        sums = torch.zeros(2, dtype=wide_dtype(dtype), device=hidden.device)  # cross-entropy, extra terms
+        grad_hidden: list[Tensor] = []
+        grad_weight = torch.zeros_like(weight) if make_gradients and not len(hidden) else None
+        for x, chunk_targets in zip(hidden.to(dtype).split(rows), targets.split(rows), strict=True):
+            logits = x @ narrow_weight.t()  # [chunk, vocab]
+            for block, block_targets in zip(logits.split(block_rows), chunk_targets.split(block_rows), strict=True):
+                sums += _block_loss(block, block_targets, smoothing, z_loss, make_gradients)
+            if make_gradients:  # `logits` now holds their gradient
+                grad_hidden.append((logits @ narrow_weight).to(hidden.dtype))
+                product = (logits.t() @ x).to(weight.dtype)
                 # Summed in the weight's own precision: many chunks would drown small terms in bfloat16.
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
         if make_gradients:
-            ctx.save_for_backward(
-                torch.cat(grad_hidden) if grad_hidden else torch.zeros_like(hidden),
-                torch.zeros_like(weight) if grad_weight is None else grad_weight,
-            )
+            ctx.save_for_backward(torch.cat(grad_hidden) if grad_hidden else torch.zeros_like(hidden), grad_weight)
+        cross_entropy = sums[0].clone()
         ctx.mark_non_differentiable(cross_entropy)
-        return cross_entropy + extra, cross_entropy
+        return sums.sum(), cross_entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_outputs[0]
-        return grad_hidden * scale, grad_weight * scale, None, None, None, None, None, None
+        return grad_hidden * scale, grad_weight * scale, *[None] * 7
 
 
-def _chunk_loss(
-    logits: Tensor, targets: Tensor, smoothing: float, z_loss: float, make_gradients: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cross-entropy sum, sum of the extra terms and d(both)/d(logits) of one chunk of logits [rows, vocab]."""
+def _block_loss(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float, make_gradients: bool) -> Tensor:
+    """[cross-entropy sum, sum of the extra terms] of logits [rows, vocab], which their gradient then overwrites."""
+    vocab = logits.shape[1]
+    wide_logits = logits.to(wide_dtype(logits.dtype))
     valid = targets != IGNORE_INDEX
     index = torch.where(valid, targets, 0).unsqueeze(1)  # [rows, 1]
-    target_logits = logits.gather(1, index).squeeze(1)
-    log_probs = F.log_softmax(logits, dim=1)
+    log_probs = F.log_softmax(wide_logits, dim=1)
     target_log_probs = log_probs.gather(1, index).squeeze(1)
-    zero = torch.zeros_like(target_logits)
-    cross_entropy = torch.where(valid, -target_log_probs, zero).sum()
-    extra_rows = zero
-    logsumexp = target_logits - target_log_probs
+    logsumexp = wide_logits.gather(1, index).squeeze(1) - target_log_probs
+    extra = torch.zeros_like(logsumexp)
     if smoothing:
         # (1 - s) ce + s (mean over the vocabulary of -log p) = ce + s (log p_target - mean log p)
-        extra_rows = extra_rows + smoothing * (target_log_probs - log_probs.mean(dim=1))
+        extra = extra + smoothing * (target_log_probs - log_probs.mean(dim=1))
     if z_loss:
-        extra_rows = extra_rows + z_loss * logsumexp.square()
-    extra = torch.where(valid, extra_rows, zero).sum()
+        extra = extra + z_loss * logsumexp.square()
+    sums = torch.where(valid, torch.stack((-target_log_probs, extra)), 0).sum(dim=1)
     if not make_gradients:
-        return cross_entropy, extra, None
-    grad = log_probs.exp_()
-    row_scale = valid.to(grad.dtype)
-    if z_loss:
-        row_scale = row_scale * (1 + 2 * z_loss * logsumexp)
-    grad.mul_(row_scale.unsqueeze(1))
-    hit = (valid.to(grad.dtype) * (smoothing - 1)).unsqueeze(1)
-    grad.scatter_add_(1, index, hit)
+        return sums
+    # d/dlogits: p (1 + 2 z logsumexp) - (1 - s) at the target - s / vocab everywhere; nothing for a row without target
+    scale = valid.to(log_probs.dtype)
+    grad = log_probs.exp_() * (scale * (1 + 2 * z_loss * logsumexp)).unsqueeze(1)
     if smoothing:
-        grad.sub_((valid.to(grad.dtype) * (smoothing / grad.shape[1])).unsqueeze(1))
-    return cross_entropy, extra, grad
+        grad = grad - (scale * (smoothing / vocab)).unsqueeze(1)
+    at_target = (scale * (smoothing - 1)).unsqueeze(1)
+    if torch.compiler.is_compiling():  # fuses with the rest, a scatter would not
+        grad = grad + torch.where(torch.arange(vocab, device=grad.device) == index, at_target, 0)
+    else:
+        grad.scatter_add_(1, index, at_target)
+    logits.copy_(grad)
+    return sums

@@ -310,7 +310,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MiniMindConfig | None = None):
         config = config or MiniMindConfig()
         super().__init__(config)
-        self.attention_backend = "auto"  # auto, sdpa or varlen: see model/attention.py
+        self.attention_backend = "auto"  # auto, sdpa, documents or varlen: see model/attention.py
         self.model = MiniMindModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -406,8 +406,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     def _plan_documents(self, document_ids: Tensor, boundaries: Tensor | None) -> AttentionPlan:
         weight, dropout = self.lm_head.weight, self.config.dropout if self.training else 0.0
         backend = self.attention_backend if self.config.flash_attn else "sdpa"
-        if choose_backend(backend, document_ids.device, compute_dtype(weight), dropout) == "sdpa":
+        chosen = choose_backend(backend, document_ids.device, compute_dtype(weight), dropout)
+        if chosen == "sdpa":
             return AttentionPlan(mask=document_mask(document_ids))
+        if chosen == "documents":
+            return AttentionPlan(document_ids=document_ids)
         if boundaries is None:
             boundaries = document_boundaries(document_ids)
         return AttentionPlan(boundaries=boundaries, longest=document_ids.shape[1])

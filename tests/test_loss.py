@@ -47,6 +47,19 @@ def test_loss_and_gradients_equal_plain_cross_entropy(dtype, tolerance, options,
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+def test_the_size_of_the_softmax_blocks_does_not_matter(monkeypatch):
+    hidden, weight, targets = make_case()
+    results = []
+    for rows in (1, 8, ROWS):
+        monkeypatch.setattr("model.loss.CPU_BLOCK_BYTES", rows * VOCAB * 8)
+        results.append(
+            value_and_gradients(lambda h, w: linear_cross_entropy_sum(h, w, targets, 20, 0.1, 0.1)[0], hidden, weight)
+        )
+    for other in results[1:]:
+        for got, expected in zip(other, results[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_cross_entropy_part_leaves_out_smoothing_and_z_loss():
     hidden, weight, targets = make_case()
     total, cross_entropy = linear_cross_entropy_sum(hidden, weight, targets, label_smoothing=0.1, z_loss=0.01)

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from model.attention import cached_mask, choose_backend, document_boundaries, document_mask, rotary_frequencies
+from model.attention import (
+    AttentionPlan,
+    attend,
+    cached_mask,
+    choose_backend,
+    document_boundaries,
+    document_mask,
+    rotary_frequencies,
+)
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.moe import balance_loss_sum, route
 
@@ -151,6 +159,35 @@ def test_the_document_mask_allows_the_past_of_the_same_document_only():
     assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
 
 
+@pytest.mark.parametrize("lengths", [[7, 1, 30], [600], [300, 200, 90]])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_by_document_equals_the_mask_in_value_and_gradient(lengths, kv_heads):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)] + [torch.full((6,), -1)])
+    ids = ids.expand(2, -1).contiguous()
+    inputs = [
+        torch.randn(2, ids.shape[1], heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads)
+    ]
+    by_document = attend(*inputs, AttentionPlan(document_ids=ids))
+    by_mask = attend(*inputs, AttentionPlan(mask=document_mask(ids))) * (ids >= 0)[:, :, None, None]
+    torch.testing.assert_close(by_document, by_mask)
+    weight = torch.randn(by_mask.shape, generator=generator, dtype=torch.float64)
+    expected = torch.autograd.grad((by_mask * weight).sum(), inputs)
+    for got, gradient in zip(torch.autograd.grad((by_document * weight).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(got, gradient)
+
+
+def test_attention_by_document_keeps_float32_scores_for_bfloat16_inputs_under_autocast():
+    generator = torch.Generator().manual_seed(2)
+    exact = [torch.randn(1, 64, 4, 16, generator=generator, dtype=torch.bfloat16) * 3 for _ in range(3)]
+    plan = AttentionPlan(document_ids=torch.zeros(1, 64, dtype=torch.long))
+    reference = attend(*[x.double() for x in exact], plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        error = (attend(*exact, plan).double() - reference).norm() / reference.norm()
+    assert error < 4e-3  # bfloat16 scores would give 1e-2
+
+
 def test_document_boundaries_cut_at_rows_documents_and_padding():
     ids = torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]])
     assert document_boundaries(ids).tolist() == [0, 2, 3, 4, 8]
@@ -161,7 +198,9 @@ def test_document_boundaries_cut_at_rows_documents_and_padding():
 
 def test_flash_kernels_are_chosen_only_where_they_run():
     cpu = torch.device("cpu")
-    assert choose_backend("auto", cpu, torch.bfloat16, 0.0) == "sdpa"
+    assert choose_backend("auto", cpu, torch.bfloat16, 0.0) == "documents"
+    assert choose_backend("auto", cpu, torch.bfloat16, 0.1) == "sdpa"
+    assert choose_backend("auto", torch.device("mps"), torch.float32, 0.0) == "sdpa"
     assert choose_backend("varlen", cpu, torch.bfloat16, 0.0) == "varlen"
     with pytest.raises(ValueError, match="attention_backend='fast' is unknown"):
         choose_backend("fast", cpu, torch.bfloat16, 0.0)
