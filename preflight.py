@@ -1,19 +1,22 @@
-"""What is checked and foretold before the first step: settings against each other and the machine, and the plan."""
+"""What is checked before the first step: settings against each other, the machine, what is to be read, and the plan."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config import Config, resolve_path
-from resume import Schedule, Windows
-from trainer_utils import environment_rank
+from checkpoint import CheckpointError
+from config import Config, UserError, resolve_path, resolve_paths
+from dataset.text_reader import DataError, find_files
+from plan import Plan, model_bytes
+from trainer_utils import choose_device, environment_rank
+from weights import find_weights
 
 # --- settings ---
 
@@ -23,10 +26,22 @@ def check_settings(config: Config) -> list[str]:
     return [
         *check_shapes(config),
         *check_paths(config),
+        *check_sources(config),
         *check_device(config),
         *check_combinations(config),
-        *check_torchrun(),
     ]
+
+
+class Findings(list[str]):
+    """Problems gathered from calls that raise them, so that they are all reported in one go."""
+
+    def of(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What the call returns, or None with its problems noted."""
+        try:
+            return call(*arguments)
+        except (UserError, DataError, CheckpointError) as error:
+            self.extend(getattr(error, "problems", None) or [str(error)])
+            return None
 
 
 def check_shapes(config: Config) -> list[str]:
@@ -46,48 +61,89 @@ def check_shapes(config: Config) -> list[str]:
     return problems
 
 
+PATHS = ("config", "save_dir", "data_path", "val_path", "tokenizer_path", "cache_dir", "from_weight")
+NAME_BYTES = 200  # file systems allow 255, and a save adds to the name
+
+
 def check_paths(config: Config) -> list[str]:
-    """Folders must be readable or writable as their use needs. Texts and tokenizer are checked where they are read."""
-    problems = []
-    bad_names = [c for c in '/\\:*?"<>|\0' if c in config.save_weight]
-    if bad_names or config.save_weight in ("", ".", ".."):
-        problems.append(f"--save_weight {config.save_weight!r}: it names a folder; use letters, digits, - and _")
-    for name in ("save_dir", "cache_dir"):
-        problems += check_writable(name, resolve_path(getattr(config, name)))
+    """Folders must be writable as their use needs; a read-only cache folder may hold all that is needed."""
+    problems = [
+        f"--{name} {getattr(config, name)}: the variable {unset[0]} is not set; set it or write the path out"
+        for name in PATHS
+        if (unset := re.findall(r"\$\{?\w+\}?", os.path.expandvars(getattr(config, name))))
+    ]
+    name = config.save_weight
+    if any(c in name for c in '/\\:*?"<>|') or name in (".", "..") or name != name.strip():
+        problems.append(f"--save_weight {name!r}: it names a folder; use letters, digits, - and _")
+    elif len(name.encode()) > NAME_BYTES:
+        problems.append(f"--save_weight {name[:20]}...: a name of {len(name.encode())} bytes; {NAME_BYTES} at most")
+    elif not problems and not config.eval_only:
+        problems += check_writable("save_dir", config.run_folder / "resume")
+    cache = resolve_path(config.cache_dir)
+    if not cache.is_dir():
+        problems += check_writable("cache_dir", cache)
     return problems
 
 
 def check_writable(name: str, folder: Path) -> list[str]:
     """Problems of a folder that will be made or written to: the nearest existing parent decides."""
-    nearest = next((p for p in (folder, *folder.parents) if p.exists()), folder)
-    if not nearest.is_dir():
-        return [f"--{name} {folder}: {nearest} is a file; give a folder"]
+    try:
+        os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # too long a name, a parent that may not be entered, a circle of links
+        return [f"--{name} {folder}: {error.strerror}; give another folder"]
+    nearest = next((p for p in (folder, *folder.parents) if os.path.lexists(p)), folder)
+    if not os.path.isdir(nearest):
+        return [f"--{name} {folder}: {nearest} is not a folder; give another"]
     if not os.access(nearest, os.W_OK | os.X_OK):
         return [f"--{name} {folder}: {nearest} cannot be written to; give another folder or change its permissions"]
     return []
+
+
+def check_sources(config: Config) -> list[str]:
+    """Problems of the texts and weights that will be read, as far as looking at them from outside can tell."""
+    problems = Findings()
+    for name in ("data_path", "val_path"):
+        text = getattr(config, name)
+        if not text or (name == "data_path" and config.uses_sample):  # the sample is made when it is needed
+            continue
+        found = Findings()
+        files = found.of(find_files, resolve_paths(text))
+        problems += [f"--{name} {problem}" for problem in found]
+        if name == "data_path" and files and "text_key" in config.flags and all(f.kind == "txt" for f in files):
+            problems.append(f"--text_key {config.text_key}: .txt files have no keys; drop it")
+    if config.from_weight != "none":
+        problems.of(find_weights, config)
+    return list(problems)
 
 
 def check_device(config: Config) -> list[str]:
     """Problems of --device and --dtype on this machine."""
     name = config.device
     try:
-        device = torch.device("cpu" if name == "auto" else name)
-    except RuntimeError:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except (RuntimeError, ValueError):
         return [f"--device {name}: no such device; use auto, cpu, mps, cuda or cuda:0"]
     if device.type not in ("cpu", "cuda", "mps"):
         return [f"--device {name}: not a device this trainer runs on; use auto, cpu, mps or cuda"]
+    if device.type == "cpu" and device.index:
+        return [f"--device {name}: there is one CPU device; use --device cpu"]
     if device.type == "mps" and not torch.backends.mps.is_available():
         return [f"--device {name}: this machine has no MPS; use --device cpu"]
     if device.type != "cuda":
-        return []
+        useless = "auto_batch" in config.flags and config.auto_batch == 1
+        return [f"--auto_batch 1: only CUDA has a dry step that finds out; drop it on {device.type}"] * useless
     if not torch.cuda.is_available():
         return [f"--device {name}: no CUDA device can be used here (torch {torch.__version__}); use --device cpu"]
-    count, local_rank = torch.cuda.device_count(), environment_rank()[1]
-    wanted = device.index if device.index is not None else local_rank
-    if wanted >= count:
-        return [
-            f"--device {name}: rank {local_rank} wants card {wanted}, there are {count}; start {count} ranks at most"
-        ]
+    count, ranks = torch.cuda.device_count(), local_ranks()
+    if device.index is None and ranks > count:  # every rank says so, not only those without a card
+        return [f"--device {name}: {ranks} ranks on this machine, {count} cards; start {count} ranks at most"]
+    if device.index is not None and device.index >= count:
+        return [f"--device {name}: there is no card {device.index}; this machine has {count}, counted from 0"]
+    if device.index is not None and ranks > 1:
+        return [f"--device {name}: all {ranks} ranks would share one card; use --device cuda"]
+    wanted = device.index or 0
     if config.dtype == "bfloat16" and torch.cuda.get_device_capability(wanted) < (8, 0):
         return [f"--dtype bfloat16: {torch.cuda.get_device_name(wanted)} has none; use float16 or auto"]
     return []
@@ -98,6 +154,7 @@ def check_combinations(config: Config) -> list[str]:
     file may hold all settings, as a run's own config.yaml does."""
     given = config.flags
     has_val = bool(config.val_path) or config.val_fraction > 0 or config.uses_sample
+    no_val = "there are no validation texts; give --val_path or --val_fraction"
     rules = [
         ({"epochs", "max_steps"} <= given and config.max_steps > 0, "epochs", "--max_steps replaces it; give one"),
         (
@@ -105,10 +162,20 @@ def check_combinations(config: Config) -> list[str]:
             "accumulation_steps",
             "--global_batch_size derives it; give one of the two",
         ),
+        (
+            {"batch_size", "global_batch_size"} <= given and config.batch_size > config.global_batch_size > 0,
+            "batch_size",
+            f"a step has --global_batch_size {config.global_batch_size} rows; give no more than that",
+        ),
         (bool(config.val_path) and config.val_fraction > 0, "val_fraction", "--val_path is given already; give one"),
-        (config.eval_only == 1 and not has_val, "eval_only", "nothing to evaluate on; give --val_path"),
-        ("eval_interval" in given and config.eval_interval > 0 and not has_val, "eval_interval", "give --val_path"),
-        ("eval_rows" in given and config.eval_rows > 0 and not has_val, "eval_rows", "give --val_path"),
+        (
+            config.uses_sample and config.val_fraction > 0,
+            "val_fraction",
+            "the bundled sample has validation texts of its own; drop it",
+        ),
+        (config.eval_only == 1 and not has_val, "eval_only", no_val),
+        ("eval_interval" in given and config.eval_interval > 0 and not has_val, "eval_interval", no_val),
+        ("eval_rows" in given and config.eval_rows > 0 and not has_val, "eval_rows", no_val),
         (
             "min_lr_ratio" in given and config.lr_schedule == "constant",
             "min_lr_ratio",
@@ -117,7 +184,12 @@ def check_combinations(config: Config) -> list[str]:
         (config.resume_reset != "none" and not config.from_resume, "resume_reset", "it needs --from_resume 1"),
         (config.from_resume == 1 and config.save_state == 0, "save_state", "a run without states cannot be resumed"),
         ("keep_checkpoints" in given and config.save_state == 0, "keep_checkpoints", "--save_state 0 keeps no states"),
-        ("wandb_project" in given and not config.use_wandb, "wandb_project", "it needs --use_wandb 1"),
+        ("wandb_project" in given and not config.use_wandb, "wandb_project", "nothing is sent; it needs --use_wandb 1"),
+        (
+            config.packing == 0 and config.max_seq_len < 3,
+            "max_seq_len",
+            "without packing a row holds bos, a token and eos; give 3 or more",
+        ),
         (
             config.max_steps > 0 and config.warmup_steps >= config.max_steps,
             "warmup_steps",
@@ -128,6 +200,10 @@ def check_combinations(config: Config) -> list[str]:
             "stop_after",
             f"the run ends at --max_steps {config.max_steps}; stop earlier or drop it",
         ),
+    ]
+    rules += [
+        (config.eval_only == 1 and name in given and bool(getattr(config, name)), name, "--eval_only 1 trains nothing")
+        for name in ("overwrite", "stop_after", "samples", "use_wandb")
     ]
     return [f"--{name} {getattr(config, name)}: {reason}" for broken, name, reason in rules if broken]
 
@@ -144,81 +220,24 @@ def check_torchrun() -> list[str]:
         problems.append(
             f"environment: {', '.join(have)} set but {', '.join(missing)} missing; start with torchrun or unset them"
         )
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        if name in have and not os.environ[name].isdigit():
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if name in have and not os.environ[name].isdecimal():
             problems.append(
                 f"environment: {name}={os.environ[name]!r} is not a number; start with torchrun or unset it"
             )
+    rank, _, world_size = environment_rank()
+    if not problems and not rank < world_size:
+        problems.append(f"environment: RANK={rank} is not below WORLD_SIZE={world_size}; start with torchrun")
     return problems
 
 
-# --- the plan ---
+def local_ranks() -> int:
+    """Ranks on this machine, as far as torchrun tells."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() else environment_rank()[1] + 1
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the run will cost. FLOPs count 6 per matmul parameter and token (forward 2, backward 4; the tied head once,
-    embedding look-up 0, active experts only) and 12 x width for each attended pair of tokens and layer."""
-
-    parameters: int
-    active_parameters: int
-    matmul_parameters: int  # active ones that a token is multiplied with
-    flops_per_token: float
-    tokens_per_epoch: int
-    tokens_per_step: float
-    steps_per_epoch: int
-    total_steps: int
-    accumulation_steps: int
-    global_batch_size: int
-    batch_size: int
-    state_bytes: int  # one resume state on disk
-    weights_bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def lines(self, world_size: int) -> list[str]:
-        active = "" if self.active_parameters == self.parameters else f", {self.active_parameters / 1e6:.2f} M active"
-        return [
-            f"Model: {self.parameters / 1e6:.2f} M parameters{active}, {self.flops_per_token / 1e6:.1f} MFLOPs a token",
-            f"Step: {self.global_batch_size} rows = {self.batch_size} x {self.accumulation_steps} micro-batches x "
-            f"{world_size} rank{'s' * (world_size > 1)}, about {self.tokens_per_step:,.0f} tokens",
-            f"Run: {self.total_steps:,} steps, {self.steps_per_epoch:,} an epoch of {self.tokens_per_epoch:,} tokens "
-            f"({self.tokens_per_epoch / self.parameters:.2f} tokens a parameter)",
-            f"Disk: {self.weights_bytes / 2**20:.0f} MiB of weights, {self.state_bytes / 2**20:.0f} MiB a resume state",
-        ]
-
-
-def make_plan(model: torch.nn.Module, dataset: Any, windows: Windows, schedule: Schedule) -> Plan:
-    """The plan of a run from its parts. `dataset` tells targets and attended pairs of its rows."""
-    config: Any = model.config
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    total = sum(sizes.values())
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    idle = experts - experts * config.num_experts_per_tok // config.num_experts if experts else 0
-    vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
-    untied_embedding = 0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"]
-    matmul = total - idle - vectors - untied_embedding
-    tokens = int(dataset.row_targets.sum())
-    width = config.num_attention_heads * config.head_dim
-    lengths = dataset.plan.piece_length.astype(float)
-    attended_pairs = float((lengths * (lengths + 1) / 2).sum())
-    attention = 12 * config.num_hidden_layers * width * attended_pairs / max(1, tokens)
-    return Plan(
-        parameters=total,
-        active_parameters=total - idle,
-        matmul_parameters=matmul,
-        flops_per_token=6 * matmul + attention,
-        tokens_per_epoch=tokens,
-        tokens_per_step=tokens / windows.rows * min(windows.global_batch_size, windows.rows),
-        steps_per_epoch=windows.steps_per_epoch,
-        total_steps=schedule.total_steps,
-        accumulation_steps=windows.accumulation_steps,
-        global_batch_size=windows.global_batch_size,
-        batch_size=windows.batch_size,
-        state_bytes=12 * total,  # float32 parameters and AdamW's two moments
-        weights_bytes=2 * total,
-    )
+# --- once data and model are known ---
 
 
 def check_plan(config: Config, plan: Plan, world_size: int, step: int) -> list[str]:
@@ -233,29 +252,77 @@ def check_plan(config: Config, plan: Plan, world_size: int, step: int) -> list[s
         problems.append(
             f"--warmup_steps {config.warmup_steps}: the run has {plan.total_steps} steps; warm up for fewer"
         )
-    if world_size > plan.global_batch_size:
+    if config.stop_after and not config.eval_only:
+        if config.stop_after > plan.total_steps:
+            problems.append(f"--stop_after {config.stop_after}: the run has {plan.total_steps} steps; drop it")
+        elif config.stop_after < step:
+            problems.append(f"--stop_after {config.stop_after}: the saved run is at step {step}; stop later or drop it")
+    rows = min(plan.global_batch_size, plan.rows)
+    if world_size > rows:
         problems.append(
-            f"--global_batch_size {plan.global_batch_size}: fewer rows in a step than the {world_size} ranks; "
-            "start fewer ranks or enlarge it"
+            f"environment: WORLD_SIZE={world_size}: a step has {rows} rows, fewer than ranks; start {rows} ranks at "
+            "most, or give more text or a larger --global_batch_size"
         )
-    if config.save_interval > plan.total_steps and "save_interval" in config.given:
-        problems.append(
-            f"--save_interval {config.save_interval}: the run has {plan.total_steps} steps; the end of an epoch saves "
-            "anyway, so use 0 or fewer steps"
-        )
-    problems += check_disk(config, plan)
+    for name in ("save_interval", "eval_interval"):
+        if name in config.flags and getattr(config, name) > plan.total_steps and not config.eval_only:
+            problems.append(
+                f"--{name} {getattr(config, name)}: the run has {plan.total_steps} steps; its end counts anyway, so "
+                "use 0 or fewer steps"
+            )
     return problems
 
 
-def check_disk(config: Config, plan: Plan) -> list[str]:
-    """Problems of the free space: the states to keep, the best, one being written, and the weights twice."""
+def check_model(config: Config, model: torch.nn.Module) -> list[str]:
+    """Problems of a model of this size, which may still be on the meta device: memory to train it, disk to save it."""
+    if config.eval_only:
+        return []
+    state, weights, training = model_bytes(model, config)
+    return check_memory(config, model, training) + check_disk(config, state, weights)
+
+
+def check_memory(config: Config, model: torch.nn.Module, training_bytes: int) -> list[str]:
+    """Problems of memory that no batch size can mend: parameters, gradients and optimizer state alone are too much."""
+    device, parameters = choose_device(config.device), sum(p.numel() for p in model.parameters())
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
+    need = training_bytes * (1 if device.type == "cuda" else local_ranks())
+    if not there or need <= there:
+        return []
+    return [
+        f"--hidden_size {config.hidden_size} --num_hidden_layers {config.num_hidden_layers}: {parameters / 1e9:.2f} G "
+        f"parameters with gradients and optimizer state take {need / 2**30:.1f} GiB, {device.type} has "
+        f"{there / 2**30:.1f}; choose a smaller model"
+    ]
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, or of the container around us; 0 where it cannot be told (Windows)."""
+    try:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
+    try:
+        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # another system, or no limit ("max")
+        return whole
+
+
+def check_disk(config: Config, state_bytes: int, weights_bytes: int) -> list[str]:
+    """Problems of the free space: the states to keep, the best, one being written, and the weights twice. What the run
+    folder holds already will be replaced."""
     folder = resolve_path(config.save_dir)
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    states = (config.keep_checkpoints + 2) * plan.state_bytes if config.save_state else 0
-    need, free = states + 3 * plan.weights_bytes, shutil.disk_usage(nearest).free
-    if need <= free:
+    nearest = next(p for p in (folder, *folder.parents) if os.path.isdir(p))
+    states = (config.keep_checkpoints + 2) * state_bytes if config.save_state else 0
+    need, free = states + 3 * weights_bytes, shutil.disk_usage(nearest).free
+    if need <= free or need <= free + folder_bytes(config.run_folder):
         return []
     return [
         f"--save_dir {folder}: {free / 2**30:.1f} GiB free, this run's saves need {need / 2**30:.1f}; "
         "free some, give another folder, or lower --keep_checkpoints"
     ]
+
+
+def folder_bytes(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError:  # somebody else deletes there
+        return 0

@@ -3,6 +3,7 @@ meet; `begin_run` builds what is left."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -15,11 +16,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import Checkpoint, clean_leftovers, load_newest
-from config import ONE_START_ONLY, OPTIONS, ROOT, SAMPLE_FOLDER, Config, UserError, resolve_path, with_saved
+from config import (
+    ONE_START_ONLY,
+    OPTIONS,
+    ROOT,
+    SAMPLE_FOLDER,
+    Config,
+    UserError,
+    resolve_path,
+    resolve_paths,
+    with_saved,
+)
 from dataset.lm_dataset import PretrainDataset, choose_documents
 from dataset.make_sample import make_sample
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import TokenCache, build_or_open, count_shared
+from dry_step import memory_errors, rehearse
 from files import write_file_atomic
 from live_state import capture_rng
 from metrics import (
@@ -32,7 +44,8 @@ from metrics import (
     git_state,
     start_tracker,
 )
-from preflight import Plan, check_plan, check_settings, make_plan
+from plan import Plan, make_plan
+from preflight import Findings, check_model, check_plan, check_settings, check_torchrun
 from resume import (
     Progress,
     Schedule,
@@ -55,7 +68,7 @@ from trainer_utils import (
     set_deterministic,
     setup_seed,
 )
-from weights import init_model
+from weights import init_model, model_shape
 
 
 @dataclass
@@ -116,13 +129,17 @@ def prepare(config: Config) -> Prepared:
     Raises UserError, DataError or CheckpointError. Ranks do this each for itself, without talking to each other; a file
     lock lets one of them build what is not there yet.
     """
+    refuse(check_torchrun())
     rank, _, world_size = environment_rank()
-    refuse(check_settings(config))
-    checkpoint = find_save(config)
+    problems = Findings()
+    checkpoint = problems.of(find_save, config)
     if checkpoint:
         config = with_saved(config, checkpoint.state["config"])
-        refuse(check_settings(config))
-    tokenizer = TextTokenizer.load(resolve_path(config.tokenizer_path), bool(config.parse_special))
+    problems += check_settings(config)
+    tokenizer = problems.of(TextTokenizer.load, resolve_path(config.tokenizer_path), bool(config.parse_special))
+    refuse(problems)
+    refuse(check_model(config, model_shape(config, tokenizer)))
+    model = init_model(config, tokenizer)  # before the texts are tokenised: weights that do not fit are found at once
     dataset, validation = open_data(config, tokenizer, show=rank == 0)
     identity = {
         "data_fingerprint": dataset.cache.fingerprint,
@@ -137,9 +154,7 @@ def prepare(config: Config) -> Prepared:
     saved_batch = checkpoint.state["global_batch_size"] if checkpoint else 0
     windows = make_windows(config, len(dataset), world_size, saved_batch)
     schedule = make_schedule(config, windows, progress)
-    setup_seed(config.seed)
-    model = init_model(config, tokenizer)
-    plan = make_plan(model, dataset, windows, schedule)
+    plan = make_plan(model, config, dataset, windows, schedule, progress.rows_seen)
     refuse(check_plan(config, plan, world_size, progress.step))
     return Prepared(
         config, tokenizer, dataset, validation, checkpoint, identity, progress, windows, schedule, plan, model
@@ -155,7 +170,7 @@ def find_save(config: Config) -> Checkpoint | None:
     """The save to go on from, or None for a fresh start. Raises UserError where that would overwrite a run, and
     CheckpointError where saves exist and none is good."""
     folder, name = config.run_folder, config.run_name
-    has_weights = (folder / f"{name}.pth").exists()
+    has_weights = os.path.exists(folder / f"{name}.pth")
     if config.from_resume:
         checkpoint = load_newest(folder / "resume")
         if checkpoint is None and has_weights and not config.overwrite:
@@ -183,7 +198,7 @@ def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> tuple[Pre
 
     def corpus(path: str, part: str, fraction: float) -> TokenCache:
         return build_or_open(
-            [str(resolve_path(piece.strip())) for piece in path.split(",")],
+            resolve_paths(path),
             tokenizer,
             text_key=config.text_key,
             cache_dir=resolve_path(config.cache_dir),
@@ -203,12 +218,13 @@ def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> tuple[Pre
         held_out = corpus(config.data_path, "val", config.val_fraction)
     else:
         return dataset, None
-    if show and (shared := count_shared(train, held_out)):
-        print(f"Warning: {shared} validation documents stand in the training texts too", file=sys.stderr)
     chosen = None
     if config.eval_rows:
         chosen = choose_documents(held_out, config.eval_rows, config.max_seq_len, config.seed)
-    return dataset, PretrainDataset(held_out, config.max_seq_len, packing=True, documents=chosen)
+    validation = PretrainDataset(held_out, config.max_seq_len, packing=True, documents=chosen)
+    if show:
+        validation.ledger["shared_with_train"] = count_shared(train, held_out)
+    return dataset, validation
 
 
 def saved_progress(config: Config, checkpoint: Checkpoint, identity: dict[str, Any]) -> Progress:
@@ -230,7 +246,9 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     set_deterministic(bool(config.deterministic))
     choices = resolve_choices(config, world, checkpoint)
     dtype = getattr(torch, choices["dtype"])
-    model = prepared.model.to(world.device)
+    with memory_errors("the model"):
+        model = prepared.model.to(world.device)
+    measured = rehearse_step(prepared, model, world, dtype)  # all ranks; before the model is wrapped or compiled
     optimizers = build_optimizers(model, config, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     setup_seed(config.seed + world.rank)  # dropout differs between ranks; the weights were drawn before
@@ -239,7 +257,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         model, optimizers, scaler, prepared.progress, prepared.windows, prepared.schedule, DivergenceWatch(),
         prepared.identity, choices, environment, capture_rng(world.device),
     )  # fmt: skip
-    notes = start_page(prepared, world.size, choices)
+    notes = start_page(prepared, world.size, choices) + measured
     if checkpoint:
         notes += state.restore(checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
     console = Console(world.is_main)
@@ -258,6 +276,26 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         config, world, stop, prepared.tokenizer, wrapped, prepared.dataset, prepared.validation, state,
         Saver(config, world, state, card, files), tracker, console, dtype, Clock(prepared.progress.elapsed_seconds),
     )  # fmt: skip
+
+
+def rehearse_step(prepared: Prepared, model: nn.Module, world: World, dtype: torch.dtype) -> list[str]:
+    """Complete the plan by a dry step; on CUDA also find the batch_size that fits. All ranks must call. Returns in words
+    what was changed."""
+    config, windows = prepared.config, prepared.windows
+    if config.eval_only or prepared.progress.step >= prepared.schedule.total_steps:
+        return []
+    fitting, found = rehearse(model, prepared.dataset, windows, config, world, dtype)  # all ranks
+    prepared.plan = prepared.plan.measured(fitting, found.seconds_per_row, found.peak_bytes)
+    if fitting == windows:
+        return []
+    prepared.windows = fitting
+    # A resume and the saved config.yaml are to find the same micro-batches and the same step.
+    config.batch_size, config.accumulation_steps = fitting.batch_size, fitting.accumulation_steps
+    config.global_batch_size = fitting.global_batch_size
+    return [
+        f"batch_size: {windows.batch_size} rows do not fit in memory, {fitting.batch_size} do; accumulation_steps: "
+        f"{windows.accumulation_steps} -> {fitting.accumulation_steps}; a step stays {fitting.global_batch_size} rows"
+    ]
 
 
 def distribute(model: nn.Module, world: World) -> nn.Module:
@@ -382,12 +420,14 @@ def ledger_line(dataset: PretrainDataset) -> str:
     """Documents, tokens, rows and padding of a data set, and what was left out, on one line."""
     ledger = {**dataset.cache.ledger, **dataset.ledger}
     line = (
-        f"{ledger['documents']:,} documents, {ledger['tokens']:,} tokens, {ledger['rows']:,} rows, "
+        f"{ledger['documents']:,} documents, {ledger['bytes']:,} bytes, {ledger['tokens']:,} tokens "
+        f"({ledger['bytes_per_token']:.2f} bytes a token), {ledger['rows']:,} rows, "
         f"{100 * ledger['padding_share']:.2f} % padding, {ledger['documents_split']:,} documents split"
     )
-    counts = {name: ledger.get(name, 0) for name in ("documents_cut", "exact_duplicates", "empty_texts", "blank_lines")}
-    counts |= ledger.get("rejected", {})
-    notes = [f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    names = "documents_cut tokens_cut exact_duplicates empty_texts blank_lines duplicate_keys shared_with_train".split()
+    counts = {name.replace("_", " "): ledger.get(name, 0) for name in names}
+    counts |= {f"lines rejected: {reason}": count for reason, count in ledger.get("rejected", {}).items()}
+    notes = [f"{count:,} {name}" for name, count in counts.items() if count]
     return ", ".join([line, *notes])
 
 

@@ -25,6 +25,7 @@ from files import (
 )
 from live_state import plain_name, restore_parameters
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer_utils import setup_seed
 
 # --- the model at the start ---
 
@@ -48,28 +49,58 @@ def model_config(config: Config, tokenizer: Any) -> MiniMindConfig:
     )
 
 
+def model_shape(config: Config, tokenizer: Any) -> MiniMindForCausalLM:
+    """The model without its numbers: names and shapes, at no cost in memory or random numbers."""
+    with torch.device("meta"):
+        return MiniMindForCausalLM(model_config(config, tokenizer))
+
+
 def init_model(config: Config, tokenizer: Any) -> MiniMindForCausalLM:
-    """The model in float32 on the host, drawn from torch's current seed, then overwritten by `--from_weight` if given.
+    """The model in float32 on the host, drawn under `config.seed`, then overwritten by `--from_weight` if given.
     Raises UserError or CheckpointError for weights that do not fit."""
+    setup_seed(config.seed)
     model = MiniMindForCausalLM(model_config(config, tokenizer))
     model.activation_checkpointing = bool(config.activation_checkpointing)
     if config.from_weight != "none":
-        restore_parameters(model, start_weights(config, tokenizer.digest, model.lm_head.weight.dtype))
+        path, weights = start_weights(config, tokenizer.digest, model)
+        try:
+            restore_parameters(model, weights)
+        except CheckpointError as error:
+            raise UserError(f"--from_weight {path}: {error}") from None
     return model
 
 
-def start_weights(config: Config, tokenizer_digest: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters `--from_weight` names, in the model's dtype, checked to speak this run's tokenizer."""
-    path = find_weights(config)
+def start_weights(config: Config, tokenizer_digest: str, model: MiniMindForCausalLM) -> tuple[Path, dict[str, Tensor]]:
+    """Where `--from_weight` leads and the parameters found there, in the model's dtype, checked to be of its make and
+    to speak this run's tokenizer."""
+    path, dtype = find_weights(config), model.lm_head.weight.dtype
     if path.is_dir():
         weights, card = read_hugging_face(path), None
+        made_with = read_json(path / "config.json")
     else:
         weights, card = read_weights(path)
+        made_with = (card or {}).get("config", {})
     check_tokenizer(config, path, card, tokenizer_digest)
+    check_make(path, made_with, model.config.to_dict())
     head, embedding = weights.pop("lm_head.weight", None), weights.get("model.embed_tokens.weight")
     if head is not None and (embedding is None or not torch.equal(head, embedding)):
         raise UserError(f"--from_weight {path}: its output head is not tied to its embedding; this model's is")
-    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+    return path, {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def check_make(path: Path, made_with: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise UserError where the weights were made with other model options, the rotary base, which no shape betrays,
+    among them."""
+    theta = made_with.get("rope_parameters") or {}
+    made_with = {"rope_theta": theta.get("rope_theta"), **made_with}
+    names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size rope_theta use_moe"
+    differing = [
+        f"--{name} {made_with[name]} (not {wanted[name]})"
+        for name in names.split()
+        if made_with.get(name) is not None and made_with[name] != wanted[name]
+    ]
+    if differing:
+        raise UserError(f"--from_weight {path}: another model; it was made with {', '.join(differing)}; give these")
 
 
 def find_weights(config: Config) -> Path:
@@ -79,13 +110,13 @@ def find_weights(config: Config) -> Path:
     save_dir = resolve_path(config.save_dir)
     candidates = [named, save_dir / stem / f"{stem}.pth", save_dir / f"{stem}.pth"]
     for path in candidates:
-        if path.is_file() or (path / "config.json").is_file():
-            return path
         inside = path / f"{path.name}.pth"  # a run folder
-        if inside.is_file():
+        if os.path.isfile(path) or os.path.isfile(path / "config.json"):
+            return path
+        if os.path.isfile(inside):
             return inside
     tried = ", ".join(map(str, candidates))
-    raise UserError(f"--from_weight {config.from_weight}: nothing there; looked for {tried}")
+    raise UserError(f"--from_weight {config.from_weight}: no weights there; looked for {tried}; check the name")
 
 
 def read_hugging_face(folder: Path) -> dict[str, Tensor]:
@@ -93,16 +124,28 @@ def read_hugging_face(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    names = set(map(str, read_json(index).get("weight_map", {}).values())) or {"model.safetensors"}
     missing = [name for name in sorted(names) if not (folder / name).is_file()]
     if missing:
         raise UserError(f"--from_weight {folder}: {', '.join(missing)} missing; save the model as safetensors")
     weights: dict[str, Tensor] = {}
     for name in sorted(names):
-        weights.update(load_file(folder / name))
+        try:
+            weights.update(load_file(folder / name))
+        except Exception as error:  # SafetensorError is not exported
+            raise UserError(f"--from_weight {folder}: {name} cannot be read ({error}); fetch it again") from None
     return weights
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a Hugging Face folder; empty without the file. Raises UserError."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"--from_weight {path}: is not readable JSON ({error}); fetch it again") from None
+    return value if isinstance(value, dict) else {}
 
 
 def check_tokenizer(config: Config, path: Path, card: dict[str, Any] | None, digest: str) -> None:

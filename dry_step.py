@@ -1,0 +1,164 @@
+"""A rehearsal before the first step: does a full-size step fit in memory, and how long will one take?
+
+Nothing may come of it: parameters, gradients, optimizer and random generators are afterwards as if it had not run.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from config import Config, UserError
+from live_state import capture_rng, restore_rng
+from resume import Windows
+from trainer_utils import World, autocast, build_optimizers, update_parameters
+
+CPU_POSITIONS = 1024  # a micro-batch of this many is enough to judge a processor's speed
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds_per_row: float  # forward and backward
+    peak_bytes: int | None  # most device memory held; None where it cannot be told
+
+
+def rehearse(
+    model: nn.Module, dataset: Any, windows: Windows, config: Config, world: World, dtype: torch.dtype
+) -> tuple[Windows, Measured]:
+    """The micro-batches that fit, and what one costs. All ranks must call, with the bare model: neither wrapped nor
+    compiled, its saved state not loaded yet.
+
+    On CUDA a full-size step is tried: forward, backward, update, and again with gradients and optimizer state in
+    place. Elsewhere a small micro-batch is timed. Raises UserError when not even one row fits.
+    """
+
+    def attempt(batch_size: int) -> Measured:
+        return try_step(model, dataset, batch_size, config, world.device, dtype, update=on_cuda)
+
+    on_cuda = world.device.type == "cuda"
+    if on_cuda:
+        return fit_batch_size(windows, attempt, world, may_halve=bool(config.auto_batch))
+    rows = min(windows.batch_size, max(1, CPU_POSITIONS // config.max_seq_len))
+    with memory_errors(f"--max_seq_len {config.max_seq_len}: {rows} row(s) of it"):
+        return windows, attempt(rows)
+
+
+def fit_batch_size(
+    windows: Windows, attempt: Callable[[int], Measured], world: World, may_halve: bool
+) -> tuple[Windows, Measured]:
+    """Halve batch_size until `attempt(batch_size)` no longer raises torch.OutOfMemoryError on any rank; the rows of a
+    step stay the same, so accumulation grows. All ranks must call. Raises UserError when that does not help."""
+    while True:
+        measured, failure = None, ""
+        try:
+            measured = attempt(windows.batch_size)
+        except torch.OutOfMemoryError as error:
+            failure = str(error).split("\n")[0].split(". ")[0]
+        if not world.max([bool(failure)])[0]:  # all ranks
+            assert measured is not None
+            return windows, measured
+        measured = None
+        gc.collect()  # the failed attempt's tensors have gone with its traceback
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        reason = f"--batch_size {windows.batch_size}: a step does not fit in memory ({failure or 'on another rank'})"
+        if not may_halve:
+            raise UserError(f"{reason}; give a smaller one, or let --auto_batch 1 find it")
+        if windows.batch_size == 1:
+            raise UserError(f"{reason}; try --activation_checkpointing 1, a shorter --max_seq_len or a smaller model")
+        windows = replace(windows, batch_size=windows.batch_size // 2)
+
+
+def try_step(
+    model: nn.Module,
+    dataset: Any,
+    batch_size: int,
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    update: bool,
+) -> Measured:
+    """One micro-batch, forward and backward, measured the second time; with `update` an optimizer step in between.
+    The fullest rows are taken: the most a step can need."""
+    rows = np.argpartition(dataset.row_targets, -batch_size)[-batch_size:].tolist()
+    kept = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()] if update else []
+    rng = capture_rng(device)
+    forget_peak(device)
+    try:
+        batch = dataset.__getitems__(rows).to(device)
+        divisor = (batch.targets >= 0).sum().float()
+        scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+        def forward_backward() -> None:
+            with autocast(device, dtype):
+                out = model(
+                    batch.input_ids,
+                    position_ids=batch.position_ids,
+                    document_ids=batch.document_ids,
+                    targets=batch.targets,
+                    target_count=divisor,
+                    label_smoothing=config.label_smoothing,
+                    z_loss=config.z_loss,
+                )
+            scaler.scale(out.loss).backward()
+
+        forward_backward()
+        if update:
+            optimizers = build_optimizers(model, config, device)  # dropped afterwards, with its state
+            update_parameters(list(model.parameters()), optimizers, scaler, config.grad_clip)
+            forward_backward()  # gradients to add to, as in the later micro-batches of a step
+        seconds = seconds_of(forward_backward, device)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return Measured(seconds / batch_size, peak)
+    finally:
+        forget_peak(device)
+        model.zero_grad(set_to_none=True)
+        put_back(model, kept)
+        restore_rng(rng, device)
+
+
+def seconds_of(work: Callable[[], None], device: torch.device) -> float:
+    synchronise(device)
+    began = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - began
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, kept: list[Tensor]) -> None:
+    if kept:
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(before)
+
+
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """Turn the many ways of saying that memory is full into a UserError about `what`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        told = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "out of memory" in text
+        if not told and "allocate memory" not in text:
+            raise
+        reason = text.split("\n")[0][:150]
+        raise UserError(f"{what} does not fit in memory ({reason}); choose a smaller one or a smaller model") from None
