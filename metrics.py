@@ -122,6 +122,7 @@ class MetricsFile:
     def _flush(self) -> OSError | None:
         """Append what waits, all or nothing."""
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # should someone remove it
             with open(self.path, "ab", buffering=0) as file:
                 data, size = b"".join(self._waiting), file.tell()
                 try:

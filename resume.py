@@ -36,6 +36,7 @@ class Progress:
     skipped_in_a_row: int = 0
     best_val_loss: float | None = None
     best_step: int = 0
+    evaluated_step: int = 0  # the last one with validation figures
     tracker_run_id: str = ""
     schedule_start: int = 0  # rows_seen where the learning-rate schedule began; moved by --resume_reset schedule
 

@@ -52,12 +52,13 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when no save is running any more; raises SaveFailed if the last one failed."""
+        """Return when no save is running any more; raises SaveFailed if the last one failed, NonFinite if it must not
+        be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
-        if isinstance(error, SaveFailed):
+        if isinstance(error, (SaveFailed, NonFinite)):
             raise error
         if error is not None:
             raise SaveFailed(f"a save failed: {type(error).__name__}: {error}") from error
@@ -125,6 +126,7 @@ class Saver:
         self.folder: Path = config.run_folder
         self.writer = BackgroundWriter()
         self.last_good_step = state.progress.step  # on the disk, whole
+        self._best_on_disk = state.progress.best_val_loss, state.progress.best_step
         self._last_time = time.monotonic()
 
     @property
@@ -147,50 +149,62 @@ class Saver:
 
     def save(self, best: bool = False) -> None:
         """Save the last finished step. All ranks must call. Pays for a snapshot to host memory; the rest happens in the
-        background. A failure of the save before is a warning: this one is the retry. Raises NonFinite."""
+        background. A failure of the save before is a warning: this one is the retry. Raises NonFinite of that one."""
         states = self.world.gather(self.state.rng)  # all ranks
         step = self.state.progress.step
         self._last_time = time.monotonic()
-        if not self.world.is_main:
-            return
-        self._warn_of_failure()
-        tensors = self.writer.snapshot(self.state.tensors(states))
-        broken = [name for name, value in tensors["model"].items() if not bool(torch.isfinite(value).all())]
-        if broken:
-            raise NonFinite(f"step {step}: {broken[0]} and {len(broken) - 1} more hold NaN or Inf; not saved")
-        facts = self.state.facts(self.config)
-        self.writer.submit(lambda: self._write(step, tensors, facts, best))
+        if self.world.is_main:
+            self._warn_of_failure()
+            tensors = self.writer.snapshot(self.state.tensors(states))
+            facts = self.state.facts(self.config)
+            self.writer.submit(lambda: self._write(step, tensors, facts, best))
+        self.world.broadcast(None)  # all ranks: one that went on would ask rank 0 for an answer it cannot give yet
 
     def finish(self) -> None:
-        """Have the last finished step on the disk. All ranks must call. Raises SaveFailed when the last try fails: a
-        run must not end well without its weights."""
+        """Have the last finished step on the disk. All ranks must call. Raises SaveFailed, on all, when the last try
+        fails: a run must not end well without its weights."""
+        problem = None
         if self.world.is_main:
             self._warn_of_failure()
         if self.world.broadcast(self.last_good_step) < self.state.progress.step:  # all ranks
             self.save()  # all ranks
-        self.writer.wait()
+        try:
+            self.writer.wait()
+        except SaveFailed as error:
+            problem = str(error)
+        if problem := self.world.broadcast(problem):  # all ranks
+            raise SaveFailed(problem)
 
     def _warn_of_failure(self) -> None:
         try:
             self.writer.wait()
         except SaveFailed as error:
             print(f"Warning: {error}. The next save tries again.", file=sys.stderr, flush=True)
+            self.state.progress.best_val_loss, self.state.progress.best_step = self._best_on_disk
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any], best: bool) -> None:
-        """In the writer's thread, on the main process only."""
+        """In the writer's thread, main process only. The resume state comes last: a kill before it leaves weights
+        that the resumed run writes again, a kill after it nothing to be done."""
+        refuse_non_finite(step, {**tensors["model"], **tensors["optimizer"]})
         self.files.metrics.sync()  # the lines up to this step are on disk before the save counts
-        name = self.config.run_name
-        folder, digest = "", ""
-        if self.config.save_state:
-            saved = write_checkpoint(self.resume_folder, step, tensors, facts)
-            folder, digest = str(saved.relative_to(self.folder)), weights_digest(saved)
-            prune(self.resume_folder, self.config.keep_checkpoints, {step, facts["progress"]["best_step"]})
         weights = dict(tensors["model"])
         if "lm_head.weight" not in weights:  # tied; MiniMind's files name the head too
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        card = {**self.card, "step": step, "val_loss": facts["progress"]["best_val_loss"] if best else None}
-        half_digest = write_weights(self.folder / f"{name}.pth", weights, card)
+        name, progress = self.config.run_name, facts["progress"]
+        card = {**self.card, "step": step, "val_loss": progress["best_val_loss"] if best else None}
+        digest, folder = write_weights(self.folder / f"{name}.pth", weights, card), ""
         if best:
             write_weights(self.folder / f"{name}_best.pth", weights, card)
-        self.last_good_step = step
-        self.files.record.add_save(step, digest or half_digest, folder)
+        if self.config.save_state:
+            saved = write_checkpoint(self.resume_folder, step, tensors, facts)
+            digest, folder = weights_digest(saved), str(saved.relative_to(self.folder))
+            prune(self.resume_folder, self.config.keep_checkpoints, {step, progress["best_step"]})
+        self.last_good_step, self._best_on_disk = step, (progress["best_val_loss"], progress["best_step"])
+        self.files.record.add_save(step, digest, folder)
+
+
+def refuse_non_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Raise NonFinite naming what holds NaN or infinity: such a state is never written over a good one."""
+    broken = [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
+    if broken:
+        raise NonFinite(f"step {step}: {broken[0]} and {len(broken) - 1} more hold NaN or Inf; not saved")

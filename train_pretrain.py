@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -38,6 +39,7 @@ from trainer_utils import (
     World,
     autocast,
     environment_rank,
+    ignore_stop_signals,
     init_distributed_mode,
     peak_memory_gib,
     set_learning_rate,
@@ -53,8 +55,11 @@ SKIPS_IN_A_ROW_LIMIT = 10
 def train(run: Run) -> None:
     """Train from where the state stands to the last step, epoch by epoch."""
     run.model.train()
+    progress = run.state.progress
+    if progress.step > progress.evaluated_step and evaluation_is_due(run) and evaluate_and_log(run):
+        run.saver.save(best=True)  # all ranks; a stop had come between this step and its evaluation
     while not run.is_finished:
-        train_epoch(run, run.state.windows.epoch(run.state.progress.rows_seen))
+        train_epoch(run, run.state.windows.epoch(progress.rows_seen))
     run.saver.finish()  # all ranks
 
 
@@ -82,12 +87,12 @@ def train_epoch(run: Run, epoch: int) -> None:
             list(run.model.parameters()), run.state.optimizers, run.state.scaler, run.config.grad_clip
         )
 
+        run.stop.at_once, run.stop.has_news = False, True  # from here on a stop has a finished step to save
         progress.step += 1
         progress.rows_seen += len(rows)
         progress.tokens_seen += target_count
         progress.elapsed_seconds = run.clock.elapsed_seconds
         run.state.rng = capture_rng(run.world.device)  # what a save of this step holds, whatever happens next
-        run.stop.at_once = False  # from here on a signal has a finished step to save
         run.throughput.count(target_count)
         run.updates.append((progress.step, rows.tolist(), finite))
 
@@ -98,11 +103,13 @@ def train_epoch(run: Run, epoch: int) -> None:
         elif run.world.device.type == "cpu":
             look_at_updates(run)  # costs nothing where there is no device to wait for
         with run.throughput.paused():
-            best = evaluation_is_due(run, ends_epoch) and evaluate_and_log(run)
-            clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)[1]  # all ranks
+            best = evaluation_is_due(run) and evaluate_and_log(run)
+            stop, clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)  # all ranks
             if best or clock_due or ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step):
                 look_at_updates(run)
                 run.saver.save(best)  # all ranks
+            if stop and not run.is_finished:
+                raise StopRequested(run.stop.received)
         run.console.advance()
 
 
@@ -114,6 +121,7 @@ def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
         batch_sampler=sampler,
         collate_fn=collate,  # type: ignore[arg-type]  # the dataset assembles whole batches
         num_workers=run.config.num_workers,
+        worker_init_fn=ignore_stop_signals,
         pin_memory=on_cuda,
         generator=torch.Generator(),
     )
@@ -210,18 +218,19 @@ def log_step(run: Run, epoch: int, losses: Tensor, lr: float, norm: Tensor) -> N
         run.console.print(warning)
 
 
-def evaluation_is_due(run: Run, ends_epoch: bool) -> bool:
+def evaluation_is_due(run: Run) -> bool:
     if run.validation is None:
         return False
-    interval = run.config.eval_interval
-    return run.is_finished or (run.state.progress.step % interval == 0 if interval else ends_epoch)
+    progress, interval = run.state.progress, run.config.eval_interval
+    ends_epoch = progress.rows_seen % run.state.windows.rows == 0
+    return run.is_finished or (progress.step % interval == 0 if interval else ends_epoch)
 
 
 def evaluate_and_log(run: Run) -> bool:
     """Evaluate, log, and say whether this is the best so far. All ranks must call."""
     progress = run.state.progress
     result = evaluate_run(run)
-    run.val_loss = result.val_loss
+    run.val_loss, progress.evaluated_step = result.val_loss, progress.step
     run.console.print(
         f"Step {progress.step}: val_loss: {result.val_loss:.4f}, val_ppl: {result.val_ppl:.2f}, "
         f"val_bits_per_byte: {result.val_bits_per_byte:.4f}"
@@ -251,57 +260,76 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(argv)
         with StopSignal() as stop:
-            try:
-                return run_config(config, stop)
-            except StopRequested:  # before there was anything to save
-                print("Stopped before the first new step; the last save, if any, is as it was.", flush=True)
-                return stop.exit_code
+            return run_config(config, stop)
     except (UserError, DataError, CheckpointError) as error:
-        if environment_rank()[1] == 0:  # once a machine
-            for problem in getattr(error, "problems", None) or [str(error)]:
-                print(f"Error: {problem}", file=sys.stderr)
+        if environment_rank()[1] > 0:
+            time.sleep(2)  # if the machine's first rank has the same problem, the launcher ends us before we repeat it
+        for problem in getattr(error, "problems", None) or [str(error)]:
+            print(f"Error: {problem}", file=sys.stderr)
         return 2
 
 
 def run_config(config: Config, stop: StopSignal) -> int:
     """One run from settings to exit status."""
-    with stop.immediately():
-        prepared = prepare(config)  # every mistake that can be found is found here, before any process group
-        world = init_distributed_mode(config.device)
-        run = begin_run(prepared, world, stop)
-    if run.config.eval_only:
-        return report_evaluation(run)
-    stop.at_once = True  # until the first new step is finished a stop loses nothing
+    run: Run | None = None
     try:
         try:
-            train(run)
+            with stop.immediately():  # until the first new step is finished a stop loses nothing
+                prepared = prepare(config)  # every mistake that can be found is found here, before ranks meet
+                world = init_distributed_mode(config.device)
+                stop.at_once = world.size == 1  # several ranks vote: one that just left would leave the others waiting
+                run = begin_run(prepared, world, stop)
+                if config.eval_only:
+                    return report_evaluation(run)
+                set_status(run, "running")
+                train(run)
         except StopRequested:
-            return save_and_leave(run)
+            return save_and_leave(run, stop)
         return finish(run)
-    except SaveFailed as error:
-        set_status(run, "failed")
-        run.console.print(f"Error: {error}")
-        return 1
+    except (UserError, DataError, CheckpointError):
+        raise
     except BaseException as error:
+        return fail(run, stop, error)
+
+
+def fail(run: Run | None, stop: StopSignal, error: BaseException) -> int:
+    """The end of a run that went wrong: its status, its cause in words or as a traceback, exit status 1."""
+    rank, _, world_size = environment_rank()
+    if run:
         set_status(run, "invalid" if isinstance(error, NonFinite) else "failed")
-        if world.size == 1:
-            raise
-        print(f"Rank {world.rank} failed:", file=sys.stderr)
+    if world_size > 1 and is_echo(error):
+        time.sleep(5)  # another rank ended first and says why; the launcher's signal that ends us is on its way
+    if isinstance(error, (SaveFailed, NonFinite)):
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+    elif world_size == 1:
+        raise error
+    elif not stop.received:
+        print(f"Rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
+    if world_size > 1:
         os._exit(1)  # at once: the launcher ends the other ranks, which may wait for this one in a collective
+    return 1
 
 
-def save_and_leave(run: Run) -> int:
+def is_echo(error: BaseException) -> bool:
+    """True for what a collective raises when another rank has gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
+
+
+def save_and_leave(run: Run | None, stop: StopSignal) -> int:
     """Answer a stop signal: the last finished step is saved, the unfinished window is dropped. All ranks must call."""
-    run.stop.at_once = False
+    if run is None:
+        print("Stopped before the first new step; the last save, if any, is as it was.", flush=True)
+        return stop.exit_code
     run.saver.finish()  # all ranks
     set_status(run, "stopped")
     run.console.close()
     run.console.print(f"Stopped at step {run.state.progress.step}. To go on: {resume_command(run.config)}")
     run.tracker.finish("aborted")
+    code = stop.exit_code
     leave_group(run.world)
-    return run.stop.exit_code
+    return code
 
 
 def finish(run: Run) -> int:

@@ -275,10 +275,12 @@ for number in range(rounds):
     if pid == 0:
         write_for_ever(reported + 1, report)
     os.close(report)
-    time.sleep(chance.uniform(0.002, 0.12))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
     with os.fdopen(out) as lines:
+        if number % 5 == 4:  # on a busy machine too some rounds must get as far as a whole save
+            reported = int(lines.readline())
+        time.sleep(chance.uniform(0.002, 0.12))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         reported = max([reported, *map(int, lines)])
     found = checkpoint.load_newest(folder)
     step = found.step if found else 0

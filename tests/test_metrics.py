@@ -88,14 +88,15 @@ def test_a_resume_drops_later_and_torn_lines_and_keeps_the_rest_byte_for_byte(tm
 
 
 def test_a_full_disk_keeps_lines_in_memory_fails_the_sync_and_loses_nothing(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "run" / "metrics.jsonl"  # the folder is not there: nothing can be written
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.write_text("a file where the folder should be: nothing can be written")
     file = mt.MetricsFile(path)
     for step in (1, 2):
         file.write({"step": step})
     assert capsys.readouterr().err.count("Warning") == 1
-    with pytest.raises(SaveFailed, match="No such file"):
+    with pytest.raises(SaveFailed, match="File exists"):
         file.sync()
-    path.parent.mkdir()
+    path.parent.unlink()  # the folder is made anew, too, if someone removes it
     file.sync()
     file.write({"step": 3})
     assert [record["step"] for record in mt.read_metrics(path)] == [1, 2, 3]
