@@ -117,7 +117,7 @@ def _block_loss(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float
     if smoothing:
         grad = grad - (scale * (smoothing / vocab)).unsqueeze(1)
     at_target = (scale * (smoothing - 1)).unsqueeze(1)
-    if torch.compiler.is_compiling():  # fuses with the rest, a scatter would not
+    if torch.compiler.is_compiling() or grad.device.type != "cpu":  # fuses with the rest, needs no atomic adds
         grad = grad + torch.where(torch.arange(vocab, device=grad.device) == index, at_target, 0)
     else:
         grad.scatter_add_(1, index, at_target)

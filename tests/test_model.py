@@ -218,19 +218,33 @@ def test_a_batch_without_targets_has_loss_zero_and_zero_gradients_everywhere(moe
         assert not parameter.grad.any(), name
 
 
-def test_an_expert_without_tokens_gets_zero_gradients():
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_expert_without_tokens_gets_zero_gradients(grouped, monkeypatch):
+    monkeypatch.setattr("model.moe.grouped_products_run_on", lambda *_: grouped)
     model = build(moe=True)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.mlp.gate.weight[1:] = layer.mlp.gate.weight[
-                :1
-            ]  # all probabilities equal: every token takes one expert
+            layer.mlp.gate.weight[1:] = layer.mlp.gate.weight[:1]  # equal probabilities: all tokens take one expert
     ids = tokens()
     model(ids, targets=ids).loss.backward()
     for layer in model.model.layers:
         used = [bool(expert.down_proj.weight.grad.any()) for expert in layer.mlp.experts]
         assert used.count(True) == 1
         assert all(p.grad is not None for p in layer.mlp.parameters())
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_grouped_products_equal_the_experts_one_by_one(choices, monkeypatch):
+    model = build(moe=True, num_experts_per_tok=choices)
+    ids = tokens()
+    results = []
+    for grouped in (False, True):
+        monkeypatch.setattr("model.moe.grouped_products_run_on", lambda *_, grouped=grouped: grouped)
+        model.zero_grad()
+        model(ids, targets=ids).loss.backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    for one_by_one, together in zip(*results, strict=True):
+        torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-6)
 
 
 @KINDS
