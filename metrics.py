@@ -381,6 +381,17 @@ class RunRecord:
             self.data.update(fields, updated=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
             write_json_atomic(self.path, self.data)
 
+    def add_start(self, step: int, **facts: Any) -> None:
+        """Note a start of the program that goes on from `step`, for whoever wants to do it again: settings (`config`),
+        choices, environment. One that repeats the last one's is not noted; those of later steps belong to a branch that
+        was left and go."""
+        start = {"step": step, **facts, "folder": os.getcwd()}  # relative paths begin there
+        with self._lock:
+            starts = [old for old in self.data.get("starts", []) if old["step"] < step]
+            if not starts or {**starts[-1], "step": step} != start or facts["config"]["resume_reset"] != "none":
+                starts.append(start)
+            self.update(starts=starts)
+
     def add_save(self, step: int, weights_digest: str, folder: str | os.PathLike[str]) -> None:
         """Note a save; those of the same or later steps belong to a branch that was left and go."""
         with self._lock:

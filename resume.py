@@ -147,34 +147,6 @@ def check_identity(config: Config, state: dict[str, Any], identity: dict[str, An
         raise UserError(problems)
 
 
-def describe_changes(config: Config, state: dict[str, Any], windows: Windows, schedule: Schedule) -> list[str]:
-    """Lines saying which settings a resume changes and what that does to steps and learning rate."""
-    lines = [
-        f"  {name}: {old} -> {new}"
-        for name, old, new, kind in changed_settings(config, state["config"])
-        if kind == SHOWN and name != "global_batch_size"
-    ]
-    before = state["global_batch_size"]
-    progress = Progress(**state["progress"])
-    if windows.global_batch_size != before:
-        old = dataclasses.replace(windows, global_batch_size=before)
-        lines.append(
-            f"  global batch: {before} -> {windows.global_batch_size} rows; steps an epoch {old.steps_per_epoch} -> "
-            f"{windows.steps_per_epoch}; training goes on by rows seen"
-        )
-    elif {
-        "batch_size",
-        "accumulation_steps",
-    } & config.given and config.accumulation_steps != windows.accumulation_steps:
-        lines.append(f"  accumulation_steps: {windows.accumulation_steps}, so that a step stays {before} rows")
-    if lines or config.resume_reset == "schedule":
-        lr = schedule.lr(progress.rows_seen)
-        lines.append(
-            f"  learning rate at the join: {state['next_lr']:.8f} -> {lr:.8f}; last step {schedule.total_steps}"
-        )
-    return lines
-
-
 @dataclass
 class TrainingState:
     """Everything a resume needs, gathered in one place. `rng` is this rank's generators at the last finished step."""
@@ -234,3 +206,45 @@ class TrainingState:
             notes.append(f"rank {rank} has no saved random state; dropout draws anew from seed + rank")
         self.rng = capture_rng(device)
         return notes
+
+
+def circumstances(state: dict[str, Any]) -> dict[str, Any]:
+    """What the last bits of a run depend on besides settings and data, from a save's state or a run's receipt."""
+    environment = state["environment"]
+    kept = {"torch": environment["versions"]["torch"], "processor": environment["cpu"], "gpus": environment.get("gpus")}
+    return {**state["choices"], **kept}
+
+
+def describe_changes(config: Config, saved: dict[str, Any], state: TrainingState) -> list[str]:
+    """Lines saying what a resume changes and what that does to steps, learning rate and exactness. `saved` is the
+    save's state.json, `state` what this start goes on with."""
+    windows, schedule = state.windows, state.schedule
+    lines = [
+        f"  {name}: {old} -> {new}"
+        for name, old, new, kind in changed_settings(config, saved["config"])
+        if kind == SHOWN and name != "global_batch_size"
+    ]
+    before = saved["global_batch_size"]
+    if windows.global_batch_size != before:
+        old = dataclasses.replace(windows, global_batch_size=before)
+        lines.append(
+            f"  global batch: {before} -> {windows.global_batch_size} rows; steps an epoch {old.steps_per_epoch} -> "
+            f"{windows.steps_per_epoch}; training goes on by rows seen"
+        )
+    elif {"batch_size", "accumulation_steps"} & config.given and (
+        config.accumulation_steps != windows.accumulation_steps
+    ):
+        lines.append(f"  accumulation_steps: {windows.accumulation_steps}, so that a step stays {before} rows")
+    if lines or config.resume_reset == "schedule":
+        lr = schedule.lr(state.progress.rows_seen)
+        lines.append(
+            f"  learning rate at the join: {saved['next_lr']:.8f} -> {lr:.8f}; last step {schedule.total_steps}"
+        )
+    if saved["identity"]["validation_fingerprint"] != state.identity["validation_fingerprint"]:
+        lines.append("  validation texts: others than before; the best score starts anew")
+    was, now = circumstances(saved), circumstances({"choices": state.choices, "environment": state.environment})
+    others = [f"{name} {was.get(name)} -> {now[name]}" for name in now if was.get(name) != now[name]]
+    if others:
+        dropout = "; dropout draws otherwise" if config.dropout and was["world_size"] != now["world_size"] else ""
+        lines.append(f"  not bit-exact from here, sums round otherwise: {', '.join(others)}{dropout}")
+    return lines

@@ -70,6 +70,8 @@ from trainer_utils import (
 )
 from weights import init_model, model_shape
 
+LOCK_SECONDS = 10.0  # loader processes of a killed run hold its lock until they notice, at most 5 s later
+
 
 @dataclass
 class Prepared:
@@ -243,6 +245,7 @@ def saved_progress(config: Config, checkpoint: Checkpoint, identity: dict[str, A
 def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     """Put the parts together: device, precision, optimizers, saved state, DDP, files. All ranks must call."""
     config, checkpoint = prepared.config, prepared.checkpoint
+    refuse(differences_between_ranks(prepared, world))  # all ranks
     set_deterministic(bool(config.deterministic))
     choices = resolve_choices(config, world, checkpoint)
     dtype = getattr(torch, choices["dtype"])
@@ -257,11 +260,14 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         model, optimizers, scaler, prepared.progress, prepared.windows, prepared.schedule, DivergenceWatch(),
         prepared.identity, choices, environment, capture_rng(world.device),
     )  # fmt: skip
-    notes = start_page(prepared, world.size, choices) + measured
+    notes = start_page(prepared, world.size, state) + measured
     if checkpoint:
         notes += state.restore(checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
+    state.model = wrapped = distribute(model, world)  # all ranks
     console = Console(world.is_main)
     files = open_run_folder(prepared, state) if world.is_main and not config.eval_only else None
+    if files:
+        stop.before_leaving = lambda: files.record.update(status="stopped")
     for line in notes:
         console.print(line)
     tracker = start_tracker(
@@ -269,8 +275,6 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         config.run_folder, prepared.progress.tracker_run_id or None, world.is_main, console.print,
     )  # fmt: skip
     prepared.progress.tracker_run_id = tracker.run_id or prepared.progress.tracker_run_id
-    wrapped = distribute(model, world)
-    state.model = wrapped
     card = weights_card(prepared)
     return Run(
         config, world, stop, prepared.tokenizer, wrapped, prepared.dataset, prepared.validation, state,
@@ -279,8 +283,8 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
 
 
 def rehearse_step(prepared: Prepared, model: nn.Module, world: World, dtype: torch.dtype) -> list[str]:
-    """Complete the plan by a dry step; on CUDA also find the batch_size that fits. All ranks must call. Returns in words
-    what was changed."""
+    """Complete the plan by a dry step; on CUDA also find the batch_size that fits. All ranks must call. Returns what
+    was changed, in words."""
     config, windows = prepared.config, prepared.windows
     if config.eval_only or prepared.progress.step >= prepared.schedule.total_steps:
         return []
@@ -310,13 +314,32 @@ def distribute(model: nn.Module, world: World) -> nn.Module:
     )
 
 
+def differences_between_ranks(prepared: Prepared, world: World) -> list[str]:
+    """Problems of ranks that found other data, or another save, than rank 0: a folder that is not shared between the
+    machines, or not up to date everywhere. All ranks must call."""
+    mine = {
+        **prepared.identity,
+        "save to go on from": prepared.checkpoint and prepared.checkpoint.manifest["manifest_sha256"],
+        "rows in a step": prepared.windows.global_batch_size,
+        "steps": prepared.schedule.total_steps,
+    }
+    first = world.broadcast(mine)
+    return [
+        f"rank {world.rank}: its {name.replace('_', ' ')} is {mine[name]!s:.16}, rank 0 has {first[name]!s:.16}; every "
+        "rank needs the same files and settings"
+        for name in mine
+        if mine[name] != first[name]
+    ]
+
+
 def resolve_choices(config: Config, world: World, checkpoint: Checkpoint | None) -> dict[str, Any]:
     """What `auto` comes to. A resume takes the saved run's choices where they were not said anew: other kernels or
     another thread count would give other bits."""
     saved = checkpoint.state["choices"] if checkpoint else {}
     dtype = choose_dtype(config.dtype, world.device) if config.dtype != "auto" or not saved else saved["dtype"]
-    if saved and world.device.type == "cpu":
-        torch.set_num_threads(saved["threads"])
+    same_place = saved and (saved["device"], saved["world_size"]) == (world.device.type, world.size)
+    if threads := config.threads or (saved["threads"] if same_place else 0):
+        torch.set_num_threads(threads)
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "device": world.device.type,
@@ -335,7 +358,7 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=LOCK_SECONDS if config.from_resume else 0)
     except Timeout:
         raise UserError(f"--save_weight {config.save_weight}: another process is training in {folder}") from None
     clean_leftovers(folder)
@@ -348,6 +371,7 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
     metrics = MetricsFile(folder / "metrics.jsonl")
     metrics.truncate_after(prepared.progress.step)
     repeatable = {name: value for name, value in config.values().items() if name not in ONE_START_ONLY}
+    repeatable["global_batch_size"] = prepared.windows.global_batch_size  # the same steps with any number of ranks
     write_file_atomic(folder / "config.yaml", yaml.safe_dump(repeatable, sort_keys=False, allow_unicode=True))
     record = RunRecord(folder / "run.json")
     record.update(
@@ -364,6 +388,11 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
         },
         plan=prepared.plan.as_dict(),
     )
+    settings = repeatable | {"resume_reset": config.resume_reset}
+    record.add_start(prepared.progress.step, config=settings, choices=state.choices, environment=state.environment)
+    if checkpoint:  # a kill may have come between the save and its note
+        digest = checkpoint.manifest["files"]["model.safetensors"]["sha256"]
+        record.add_save(checkpoint.step, digest, f"resume/step_{checkpoint.step:08d}")
     return RunFiles(metrics, record, lock)
 
 
@@ -395,9 +424,9 @@ def weights_card(prepared: Prepared) -> dict[str, Any]:
 # --- what is printed ---
 
 
-def start_page(prepared: Prepared, world_size: int, choices: dict[str, Any]) -> list[str]:
+def start_page(prepared: Prepared, world_size: int, state: TrainingState) -> list[str]:
     """The lines before the first step: settings, data ledger, plan, and what a resume changes."""
-    config, checkpoint = prepared.config, prepared.checkpoint
+    config, checkpoint, choices = prepared.config, prepared.checkpoint, state.choices
     changed = [f"{name}={getattr(config, name)}" for name in OPTIONS if getattr(config, name) != OPTIONS[name].default]
     lines = [
         f"Settings: {', '.join(changed) or 'all defaults'}",
@@ -409,7 +438,7 @@ def start_page(prepared: Prepared, world_size: int, choices: dict[str, Any]) -> 
     lines += prepared.plan.lines(world_size)
     if checkpoint:
         lines.append(f"Resuming {checkpoint.folder}")
-        changes = describe_changes(config, checkpoint.state, prepared.windows, prepared.schedule)
+        changes = describe_changes(config, checkpoint.state, state)
         lines += ["Changed on resume:", *changes] if changes else []
     elif config.from_resume:
         lines.append("*** No completed save found: this is a FRESH START, not a resume ***")

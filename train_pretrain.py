@@ -281,7 +281,6 @@ def run_config(config: Config, stop: StopSignal) -> int:
                 run = begin_run(prepared, world, stop)
                 if config.eval_only:
                     return report_evaluation(run)
-                set_status(run, "running")
                 train(run)
         except StopRequested:
             return save_and_leave(run, stop)
@@ -320,6 +319,7 @@ def is_echo(error: BaseException) -> bool:
 def save_and_leave(run: Run | None, stop: StopSignal) -> int:
     """Answer a stop signal: the last finished step is saved, the unfinished window is dropped. All ranks must call."""
     if run is None:
+        stop.before_leaving()
         print("Stopped before the first new step; the last save, if any, is as it was.", flush=True)
         return stop.exit_code
     run.saver.finish()  # all ranks
