@@ -444,6 +444,8 @@ class _LineParser:
             if error.msg == "Extra data":
                 where = f"the second at character {error.pos + 1}"
                 raise _WrongLine("more than one JSON value on a line", where) from None
+            if line.startswith(codecs.BOM_UTF8):
+                raise _WrongLine("byte order mark inside the file", "were two files joined here?") from None
             at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
             if at_end and not ended:
                 raise _WrongLine("cut short", "the last line ends in the middle of its JSON") from None

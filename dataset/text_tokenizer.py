@@ -55,7 +55,10 @@ class TextTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, on all cores, the GIL released meanwhile."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # the Rust side raises plain Exception, for a missing unknown token say
+            raise DataError(f"tokenizer: cannot encode these texts ({error}); use one that covers them") from None
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
@@ -91,7 +94,7 @@ def _load_backend(folder: Path) -> tuple[Any, dict[str, str]]:
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(f"{file}: is no readable tokenizer ({error}); fetch or train it again") from None
     added = settings.get("added_tokens_decoder") or {}
-    if any(backend.token_to_id(_name(token) or "") != int(number) for number, token in added.items()):
+    if any(str(backend.token_to_id(_name(token) or "")) != number for number, token in added.items()):
         return _load_by_transformers(folder)  # tokenizer_config.json adds tokens that the file does not know
     special = _read_json(folder / "special_tokens_map.json")
     roles = ("bos_token", "eos_token", "pad_token")
@@ -105,7 +108,7 @@ def _load_by_transformers(folder: Path) -> tuple[Any, dict[str, str]]:
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # missing files, unknown classes, missing converters: many kinds
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"tokenizer {folder}: holds no usable tokenizer ({reason[:200]}); {remedy}") from None
@@ -191,7 +194,7 @@ class TextCuts:
     def pieces(self, text: str, limit: int) -> Iterator[str]:
         start = 0
         while self.possible and len(text) - start > limit:
-            cut = self._find(text, start + limit // 2, start + limit)
+            cut = self._find(text, start + max(1, limit // 2), start + limit)  # never an empty piece
             if cut is None:
                 break
             yield text[start:cut]

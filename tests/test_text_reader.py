@@ -134,7 +134,7 @@ WRONG = {
     "text list": (b'{"text": ["a"]}', "'text' is a list"),
     "text object": (b'{"text": {}}', "'text' is an object"),
     "deep": (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
-    "bom inside": (b'\xef\xbb\xbf{"text": "a"}', "invalid JSON"),
+    "bom inside": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark inside the file"),
 }
 
 

@@ -1,12 +1,13 @@
+import itertools
 import json
 import pickle
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import TEXT, make_backend, make_folder
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 from dataset.text_reader import DataError
@@ -142,6 +143,14 @@ def test_folder_without_tokenizer_json_goes_through_transformers_to_the_same_ids
     assert pickle.loads(pickle.dumps(tokenizer)).digest == tokenizer.digest
 
 
+def test_texts_that_a_vocabulary_cannot_express_are_refused_in_words(tmp_path):
+    backend = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}))
+    tokenizer = TextTokenizer.load(make_folder(tmp_path, backend, bos_token=None, eos_token="</s>", pad_token=None))
+    assert tokenizer.encode_batch(["a"]) == [[0]]
+    with pytest.raises(DataError, match="cannot encode these texts"):
+        tokenizer.encode_batch(["b"])
+
+
 def test_a_pickled_tokenizer_gives_the_same_ids_and_digest(folder):
     tokenizer = TextTokenizer.load(folder, parse_special=True)
     copy = pickle.loads(pickle.dumps(tokenizer))
@@ -219,9 +228,11 @@ def test_a_text_without_any_place_to_cut_stays_whole(folder):
     st.integers(1, 60),
     st.sampled_from(SAFE_KINDS),
 )
+@example("a a a a.a", 1, "gpt2")
 def test_pieces_give_the_ids_of_the_whole_for_any_text(text, limit, kind):
     tokenizer = _cached(kind)
-    pieces = list(tokenizer.pieces(text, limit=limit))
+    pieces = list(itertools.islice(tokenizer.pieces(text, limit=limit), len(text) + 1))
+    assert all(pieces) or pieces == [""]
     assert "".join(pieces) == text
     assert joined_ids(tokenizer, pieces) == tokenizer.encode_batch([text])[0]
 
