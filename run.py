@@ -138,6 +138,7 @@ def prepare(config: Config) -> Prepared:
     if checkpoint:
         config = with_saved(config, checkpoint.state["config"])
     problems += check_settings(config)
+        config.from_weight = "none"  # a command line that is repeated names it again; it may be gone by now
     tokenizer = problems.of(TextTokenizer.load, resolve_path(config.tokenizer_path), bool(config.parse_special))
     refuse(problems)
     refuse(check_model(config, model_shape(config, tokenizer)))

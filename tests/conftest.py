@@ -61,4 +61,11 @@ def arguments(tmp_path: Path, corpus: Path) -> list[str]:
 def shared_data() -> Path:
     if not (SHARED_DATA / "train.jsonl").is_file():
         pytest.skip(f"the shared corpus is not at {SHARED_DATA} (set MINIMIND_SHARED_DATA)")
+@pytest.fixture
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
     return SHARED_DATA

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import train_pretrain
 from checkpoint import find_checkpoints
+from hooks import Hook, run_all
 from metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +35,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["train_pretrain", "model.sampling"])
 
 
-def _train_in_child(arguments: list[str], changes: dict[str, str], float64: bool, log: str) -> None:
+def _train_in_child(arguments: list[str], changes: dict[str, str], float64: bool, log: str, hooks: list[Hook]) -> None:
     os.environ.update(changes)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -42,20 +43,29 @@ def _train_in_child(arguments: list[str], changes: dict[str, str], float64: bool
     torch.set_num_threads(1)
     if float64:
         torch.set_default_dtype(torch.float64)
+    run_all(hooks)
     sys.exit(train_pretrain.main(arguments))
 
 
 def launch(
-    arguments: list[str], *more: object, ranks: int = 1, float64: bool = False, log: str = os.devnull
+    arguments: list[str],
+    *more: object,
+    ranks: int = 1,
+    float64: bool = False,
+    log: object = os.devnull,
+    hooks: list[Hook] | dict[int, list[Hook]] | None = None,
+    **environment: str,
 ) -> list[Any]:
-    """Start one process a rank, as torchrun would; returns them at once. `log` takes what they print."""
+    """Start one process a rank, as torchrun would; returns them at once. `log` takes what they print; `hooks` (see
+    hooks.py) are for all ranks, or by rank."""
     argv = [*arguments, *map(str, more)]
     port = str(free_port())
     processes = []
     for rank in range(ranks):
         changes = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
         changes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
-        process = CONTEXT.Process(target=_train_in_child, args=(argv, changes, float64, log))
+        mine = hooks.get(rank, []) if isinstance(hooks, dict) else hooks or []
+        process = CONTEXT.Process(target=_train_in_child, args=(argv, changes | environment, float64, str(log), mine))
         process.start()
         processes.append(process)
     return processes
@@ -145,3 +155,9 @@ def replaced(arguments: list[str], **changes: object) -> list[str]:
     pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
     pairs |= {f"--{name}": str(value) for name, value in changes.items()}
     return [word for pair in pairs.items() for word in pair]
+
+
+def without(arguments: list[str], *names: str) -> list[str]:
+    """The arguments less some flags and their values."""
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    return [word for pair in pairs if pair[0].lstrip("-") not in names for word in pair]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
-import signal
 
 import pytest
 import torch
 import yaml
+
 from runs import (
     final_state,
     final_weights,
@@ -22,15 +22,8 @@ from runs import (
     run_folder,
     same_bits,
     train,
+    without,
 )
-
-
-@pytest.fixture
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
 
 # --- a run and what it leaves ---
 
@@ -238,9 +231,3 @@ def test_resuming_a_finished_run_does_nothing_and_ends_well(arguments):
 
 def four_rows_a_step(arguments: list[str], **changes: object) -> list[str]:
     return without(replaced(arguments, global_batch_size=4, **changes), "accumulation_steps")
-
-
-def without(arguments: list[str], *names: str) -> list[str]:
-    """The arguments less some flags and their values."""
-    pairs = zip(arguments[::2], arguments[1::2], strict=True)
-    return [word for pair in pairs if pair[0].lstrip("-") not in names for word in pair]

@@ -1,0 +1,110 @@
+"""What a test has done inside a training child before `main` runs: record, signal, kill, fail at a chosen call.
+
+Kept apart from the tests, so that a child imports nothing else for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+Hook = tuple[Any, ...]  # (function, *arguments), run in the child
+
+
+def run_all(hooks: list[Hook]) -> None:
+    for function, *arguments in hooks:
+        function(*arguments)
+
+
+def _replace(path: str, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace `module.attribute` or `module.Class.attribute` by what `wrap` makes of it."""
+    module, _, name = path.partition(".")
+    owner: Any = importlib.import_module(module)
+    if module in ("dataset", "model"):
+        inner, _, name = name.partition(".")
+        owner = importlib.import_module(f"{module}.{inner}")
+    while "." in name:
+        first, _, name = name.partition(".")
+        owner = getattr(owner, first)
+    setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def at_call(path: str, count: int, action: str, *, after: bool = False, pause: float = 0.0) -> Hook:
+    """A hook: at the `count`-th call of `path` (before or after it), send this process the signals named in `action`
+    ("SIGTERM", "SIGINT SIGINT", "SIGKILL"), or raise ("raise MESSAGE"); then wait `pause` seconds."""
+    return _at_call, path, count, action, after, pause
+
+
+def _at_call(path: str, count: int, action: str, after: bool, pause: float) -> None:
+    calls = 0
+
+    def act() -> None:
+        if action.startswith("raise "):
+            raise ValueError(action.removeprefix("raise "))
+        for number, name in enumerate(action.split()):
+            time.sleep(0.3 * (number > 0))
+            os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(pause)
+
+    def wrap(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            mine = calls == count
+            if mine and not after:
+                act()
+            result = original(*arguments, **options)
+            if mine and after:
+                act()
+            return result
+
+        return wrapped
+
+    _replace(path, wrap)
+
+
+def set_value(path: str, value: Any) -> Hook:
+    """A hook: set `module.NAME` (or a class's) to `value`."""
+    return _replace, path, functools.partial(_constant, value)
+
+
+def _constant(value: Any, _old: Any) -> Any:
+    return value
+
+
+def record_rows(path: object) -> Hook:
+    """A hook: append {"rank", "step", "rows"} to `path` for every step this process computes, the rows as it fetched
+    them (-1: missing), whether or not the step is then finished."""
+    return _record_rows, str(path)
+
+
+def _record_rows(path: str) -> None:
+    fetched: list[int] = []
+
+    def wrap_fetch(original: Callable) -> Callable:
+        def fetch(self: Any, rows: list[int]) -> Any:
+            fetched.extend(rows)
+            return original(self, rows)
+
+        return fetch
+
+    def wrap_step(original: Callable) -> Callable:
+        def step(run: Any, *arguments: Any) -> Any:
+            fetched.clear()
+            result = original(run, *arguments)
+            line = {"rank": run.world.rank, "step": run.state.progress.step + 1, "rows": list(fetched)}
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+            return result
+
+        return step
+
+    _replace("dataset.lm_dataset.PretrainDataset.__getitems__", wrap_fetch)
+    _replace("train_pretrain.forward_backward", wrap_step)
