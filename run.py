@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import Checkpoint, clean_leftovers, load_newest
+from compiling import choose_compile, compile_blocks
 from config import (
     ONE_START_ONLY,
     OPTIONS,
@@ -253,6 +254,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     with memory_errors("the model"):
         model = prepared.model.to(world.device)
     measured = rehearse_step(prepared, model, world, dtype)  # all ranks; before the model is wrapped or compiled
+    measured += compile_if_worth(prepared, model, choices, world)  # all ranks
     optimizers = build_optimizers(model, config, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     setup_seed(config.seed + world.rank)  # dropout differs between ranks; the weights were drawn before
@@ -301,6 +303,18 @@ def rehearse_step(prepared: Prepared, model: nn.Module, world: World, dtype: tor
         f"batch_size: {windows.batch_size} rows do not fit in memory, {fitting.batch_size} do; accumulation_steps: "
         f"{windows.accumulation_steps} -> {fitting.accumulation_steps}; a step stays {fitting.global_batch_size} rows"
     ]
+
+
+def compile_if_worth(prepared: Prepared, model: nn.Module, choices: dict[str, Any], world: World) -> list[str]:
+    """Compile the model as --use_compile says, note it in `choices`. All ranks must call. Returns what to print."""
+    config, checkpoint = prepared.config, prepared.checkpoint
+    keep = checkpoint is not None and "use_compile" not in config.given
+    saved = checkpoint.state["choices"].get("compile") if checkpoint and keep else None
+    seconds = None if config.eval_only else prepared.plan.estimated_seconds
+    choices["compile"], line = choose_compile(config.use_compile, saved, seconds, world)  # all ranks
+    if choices["compile"]:
+        compile_blocks(model)
+    return [line] if line else []
 
 
 def distribute(model: nn.Module, world: World) -> nn.Module:

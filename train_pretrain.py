@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from compiling import uncompiled
 from config import SAMPLE_FOLDER, Config, UserError, load_config
 from dataset.lm_dataset import Batch, SkipBatchSampler, collate
 from dataset.packing import RowOrder
@@ -363,11 +364,12 @@ def sample_texts(run: Run) -> list[str]:
         return []
     from model.sampling import sample_text
 
-    model, tokenizer = unwrap(run.model), run.tokenizer
-    return [
-        sample_text(model, tokenizer, "", max_new_tokens=120, temperature=0.8, top_p=0.9, seed=run.config.seed + index)
-        for index in range(run.config.samples)
-    ]
+    model, tokenizer, seed = unwrap(run.model), run.tokenizer, run.config.seed
+    with uncompiled():  # every length of text would be compiled anew
+        return [
+            sample_text(model, tokenizer, "", max_new_tokens=120, temperature=0.8, top_p=0.9, seed=seed + index)
+            for index in range(run.config.samples)
+        ]
 
 
 def report_evaluation(run: Run) -> int:

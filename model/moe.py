@@ -62,6 +62,7 @@ def run_experts(x: Tensor, routing: Routing, experts: Sequence[Any]) -> Tensor:
     return (gathered * routing.weights.unsqueeze(-1).to(gathered.dtype)).sum(dim=1)
 
 
+@torch.compiler.disable  # counts differ in every batch; as fast as with dynamic shapes, and nothing is ever recompiled
 def contiguous_slices(ordered: Tensor, ends: Tensor, experts: Sequence[Any]) -> Tensor:
     """Each expert on its own rows of `ordered`; the host must know the counts, which on CUDA makes it wait."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
