@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_utils import StopRequested, StopSignal, World
+from stopping import StopRequested, StopSignal
+from trainer_utils import World
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ from resume import (
     make_windows,
 )
 from saver import RunFiles, Saver
+from stopping import StopSignal
 from trainer_utils import (
     Clock,
-    StopSignal,
     Throughput,
     World,
     build_optimizers,

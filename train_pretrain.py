@@ -34,13 +34,11 @@ from live_state import capture_rng, unwrap
 from metrics import StepMetrics, format_log_line
 from run import Run, begin_run, prepare, resume_command, shown
 from saver import NonFinite
+from stopping import StopRequested, StopSignal, ignore_stop_signals
 from trainer_utils import (
-    StopRequested,
-    StopSignal,
     World,
     autocast,
     environment_rank,
-    ignore_stop_signals,
     init_distributed_mode,
     peak_memory_gib,
     set_learning_rate,
@@ -108,7 +106,9 @@ def train_epoch(run: Run, epoch: int) -> None:
             stop, clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)  # all ranks
             if best or clock_due or ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step):
                 look_at_updates(run)
+                run.stop.is_saving = True
                 run.saver.save(best)  # all ranks
+                run.stop.is_saving = False
             if stop and not run.is_finished:
                 raise StopRequested(run.stop.received)
         run.console.advance()

@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
-import select
-import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -253,132 +249,6 @@ def get_lr(
     else:
         raise ValueError(f"lr_schedule {schedule!r}: choose cosine, wsd, linear or constant")
     return lr * (1 - (1 - min_lr_ratio) * fall)
-
-
-# --- stop signals ---
-
-
-class StopRequested(BaseException):
-    """Raised by a signal where stopping at once loses nothing. Not an Exception: nobody should swallow it."""
-
-    def __init__(self, signum: int):
-        self.signum = signum
-        super().__init__(signal.Signals(signum).name)
-
-
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
-
-
-class StopSignal:
-    """SIGTERM, SIGUSR1 and Ctrl-C as a wish to stop that all ranks come to agree on.
-
-    Inside a window of micro-batches a signal is only noted, and the loop asks `agreed()`. While `at_once` is set - data
-    being prepared, a model compiling, anything before the first new step - it raises StopRequested where it lands.
-    Python runs handlers between bytecodes only, so a thread sees the signals as well: it ends the process at a second
-    Ctrl-C, and where nothing can be lost but the main thread sits in a long C++ call (ranks that wait for each other).
-    """
-
-    PATIENCE_SECONDS = 10.0
-    LAUNCHER_ECHO_SECONDS = 2.0  # torchrun passes on a Ctrl-C that its workers have had from the terminal already
-
-    def __init__(self) -> None:
-        self.received = 0
-        self.at_once = False
-        self.has_news = False  # a step was finished since the start: leaving means saving first
-        self.before_leaving: Callable[[], object] = lambda: None
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():  # only there may Python set handlers
-            for signum in STOP_SIGNALS:
-                self._old[signum] = signal.signal(signum, self._handle)
-            reader, self._bell = socket.socketpair()
-            self._bell.setblocking(False)
-            self._old_bell = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(reader,), name="stop-signals", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._old:
-            signal.set_wakeup_fd(self._old_bell)
-            self._bell.close()  # ends the thread
-        for signum, handler in self._old.items():
-            signal.signal(signum, handler)
-        self._old.clear()
-
-    def _handle(self, signum: int, _frame: object) -> None:
-        self.received = self.received or signum
-        if self.at_once:
-            self.at_once = False
-            raise StopRequested(self.received)
-
-    def _watch(self, bell: socket.socket) -> None:
-        """The thread: one byte, the signal's number, comes for each signal whatever the main thread is doing."""
-        first_interrupt, deadline = math.inf, None
-        while True:
-            if not select.select([bell], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]:
-                deadline = None
-                if not self.has_news:
-                    self.leave("not stopped in time; nothing is lost", self.exit_code)
-                continue
-            signum = int.from_bytes(bell.recv(1), "little")
-            if not signum:
-                return bell.close()
-            if signum not in STOP_SIGNALS:
-                continue
-            self.received = self.received or signum
-            deadline = deadline or time.monotonic() + self.PATIENCE_SECONDS
-            if signum == signal.SIGINT:
-                if time.monotonic() - first_interrupt > self.LAUNCHER_ECHO_SECONDS * is_torchrun_worker():
-                    self.leave("second Ctrl-C: stopping at once; the last save stays")
-                first_interrupt = min(first_interrupt, time.monotonic())
-
-    @contextmanager
-    def immediately(self) -> Iterator[None]:
-        """Signals raise StopRequested inside this block, and at its door if one came before."""
-        self.at_once = True
-        try:
-            if self.received:
-                raise StopRequested(self.received)
-            yield
-        finally:
-            self.at_once = False
-
-    def agreed(self, world: World, *also: bool) -> tuple[bool, ...]:
-        """(stop, *also) as any rank wished it. All ranks must call. A rank that was told to stop and gets no answer in
-        10 s leaves alone: some other rank is gone, and the last finished save is what stays."""
-        if world.size == 1:
-            return (bool(self.received), *also)
-        alone = threading.Timer(self.PATIENCE_SECONDS, self.leave, ["no agreement between ranks; leaving alone"])
-        alone.daemon = True
-        if self.received:
-            alone.start()
-        signum, *others = world.max([self.received, *map(int, also)])
-        alone.cancel()
-        self.received = signum
-        return (bool(signum), *map(bool, others))
-
-    @property
-    def exit_code(self) -> int:
-        """128 + signal as plain python; 0 as a torchrun worker, whose launcher would call anything else a failure (and
-        must, while ranks have not met: the others would wait for this one)."""
-        have_met = environment_rank()[2] == 1 or dist.is_initialized()
-        return 0 if is_torchrun_worker() and have_met else 128 + self.received
-
-    def leave(self, reason: str, code: int | None = None) -> None:
-        """End this process here and now, from any thread."""
-        print(reason, file=sys.stderr, flush=True)
-        note = threading.Thread(target=self.before_leaving, daemon=True)
-        note.start()
-        note.join(1.0)  # a disk that hangs must not hold up the end
-        os._exit(128 + (self.received or signal.SIGINT) if code is None else code)
-
-
-def ignore_stop_signals(_worker: int = 0) -> None:
-    """For loader processes: a signal to the whole process group is the trainer's business; they end when it does."""
-    signal.set_wakeup_fd(-1)  # inherited: each of them would repeat the signal to the trainer
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
 
 
 # --- time ---

@@ -37,19 +37,24 @@ def _replace(path: str, wrap: Callable[[Callable], Callable]) -> None:
 
 def at_call(path: str, count: int, action: str, *, after: bool = False, pause: float = 0.0) -> Hook:
     """A hook: at the `count`-th call of `path` (before or after it), send this process the signals named in `action`
-    ("SIGTERM", "SIGINT SIGINT", "SIGKILL"), or raise ("raise MESSAGE"); then wait `pause` seconds."""
+    ("SIGTERM", "SIGINT SIGINT", "SIGKILL"), or its whole group ("group SIGTERM"; the child becomes a group of its own),
+    or raise ("raise MESSAGE"); then wait `pause` seconds."""
     return _at_call, path, count, action, after, pause
 
 
 def _at_call(path: str, count: int, action: str, after: bool, pause: float) -> None:
     calls = 0
+    if action.startswith("group"):
+        os.setpgrp()
 
     def act() -> None:
-        if action.startswith("raise "):
-            raise ValueError(action.removeprefix("raise "))
-        for number, name in enumerate(action.split()):
+        verb, _, rest = action.partition(" ")
+        if verb == "raise":
+            raise ValueError(rest)
+        send, whom = (os.killpg, os.getpgrp()) if verb == "group" else (os.kill, os.getpid())
+        for number, name in enumerate((rest if verb == "group" else action).split()):
             time.sleep(0.3 * (number > 0))
-            os.kill(os.getpid(), getattr(signal, name))
+            send(whom, getattr(signal, name))
         time.sleep(pause)
 
     def wrap(original: Callable) -> Callable:

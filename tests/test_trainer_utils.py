@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
 import types
 
 import numpy as np
@@ -14,10 +12,7 @@ import torch
 from torch import nn
 
 from trainer_utils import (
-    StopRequested,
-    StopSignal,
     Throughput,
-    World,
     autocast,
     build_optimizers,
     choose_dtype,
@@ -170,34 +165,6 @@ def test_set_learning_rate_reaches_every_group() -> None:
     optimizers = build_optimizers(model, settings(), torch.device("cpu"))
     set_learning_rate(optimizers, 0.25)
     assert [group["lr"] for group in optimizers[0].param_groups] == [0.25, 0.25]
-
-
-def test_a_signal_is_noted_inside_a_window_and_raised_where_nothing_can_be_lost() -> None:
-    world = World(torch.device("cpu"))
-    with StopSignal() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.agreed(world, True) == (True, True)
-        assert stop.exit_code == 143
-        with pytest.raises(StopRequested), stop.immediately():
-            pass
-    with StopSignal() as stop, pytest.raises(StopRequested), stop.immediately():
-        os.kill(os.getpid(), signal.SIGUSR1)
-    assert stop.exit_code == 138
-
-
-def test_handlers_are_given_back_when_training_is_over() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with StopSignal():
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_torchrun_worker_that_was_stopped_ends_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = StopSignal()
-    stop.received = signal.SIGTERM
-    assert stop.exit_code == 143
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert stop.exit_code == 0
 
 
 def test_throughput_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
