@@ -63,6 +63,7 @@ def run_experts(x: Tensor, routing: Routing, experts: Sequence[Any]) -> Tensor:
 
 
 @torch.compiler.disable  # counts differ in every batch; as fast as with dynamic shapes, and nothing is ever recompiled
+@torch.compiler.disable  # sizes that change with every batch: compiled code would be compiled again and again
 def contiguous_slices(ordered: Tensor, ends: Tensor, experts: Sequence[Any]) -> Tensor:
     """Each expert on its own rows of `ordered`; the host must know the counts, which on CUDA makes it wait."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()

@@ -161,7 +161,9 @@ def test_the_document_mask_allows_the_past_of_the_same_document_only():
 
 @pytest.mark.parametrize("lengths", [[7, 1, 30], [600], [300, 200, 90]])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_by_document_equals_the_mask_in_value_and_gradient(lengths, kv_heads):
+@pytest.mark.parametrize("keep", [0, 1024])
+def test_attention_by_document_equals_the_mask_in_value_and_gradient(lengths, kv_heads, keep, monkeypatch):
+    monkeypatch.setattr("model.document_attention.KEEP", keep)
     generator = torch.Generator().manual_seed(2)
     ids = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)] + [torch.full((6,), -1)])
     ids = ids.expand(2, -1).contiguous()
