@@ -1,9 +1,9 @@
 """Causal attention inside each document of a packed batch, document by document, for the CPU.
 
 A masked kernel computes all seq x seq scores of a row and throws most of them away; here only the pairs that may attend
-are computed, as plain matrix products. Forward and backward of 4,096 positions in bfloat16 (8 heads of 64, one thread of
-an AMD EPYC with AVX512-BF16) take 44 ms against 160 ms for `scaled_dot_product_attention` with a document mask in rows
-of 512 and documents of 200, and 77 against 156 ms where one document fills each row.
+are computed, as plain matrix products. Forward and backward of 4,096 positions in bfloat16 (8 heads of 64, one thread
+of an AMD EPYC with AVX512-BF16) take 44 ms against 160 ms for `scaled_dot_product_attention` with a document mask in
+rows of 512 and documents of 200, and 77 against 156 ms where one document fills each row.
 
 Scores and softmax are float32 (float64 for float64 inputs); the products with probabilities run in the inputs' dtype,
 as in flash attention. A document gets bit for bit the same result wherever it lies in a batch.
