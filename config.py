@@ -311,16 +311,19 @@ def load_config(argv: list[str] | None = None) -> Config:
     found, unknown = build_parser().parse_known_args(argv)
     spoken = vars(found)
     problems = unknown_words(unknown)
-    from_yaml: dict[str, Any] = {}
-    if "config" in spoken:
+    values: dict[str, Any] = {}
+    if spoken.get("config"):
         try:
-            from_yaml = read_yaml(Path(os.path.expandvars(os.path.expanduser(spoken["config"]))))
+            path = Path(os.path.expandvars(os.path.expanduser(spoken["config"])))
+            values, more = convert_all(read_yaml(path), f"--config {path}: ")
+            problems += more
         except UserError as error:
             problems += error.problems
-    values, more = convert_all({**from_yaml, **spoken})
+    from_flags, more = convert_all(spoken, "--")
     problems += more
     if problems:
         raise UserError(problems)
+    values |= from_flags
     return Config(**values, given=frozenset(values), flags=frozenset(spoken))
 
 
@@ -335,36 +338,37 @@ def unknown_words(words: list[str]) -> list[str]:
     return problems
 
 
-def convert_all(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(converted values, problems) of settings as they were written."""
+def convert_all(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """(converted values, problems) of settings as they were written; `source` goes before a problem's name."""
     values, problems = {}, []
     for name, value in raw.items():
         try:
             values[name] = convert(name, value)
         except (ValueError, OverflowError) as error:
             reason = "a number is needed" if "could not convert" in str(error) else error
-            problems.append(f"--{name}{'' if value is None else f' {value!r}'}: {reason}")
+            problems.append(f"{source}{name}{'' if value is None else f' {value!r:.100}'}: {reason}")
             continue
-        problems += check_limits(name, values[name])
+        if problem := broken_limit(name, values[name]):
+            problems.append(f"{source}{name} {values[name]}: {problem}")
     return values, problems
 
 
-def check_limits(name: str, value: Any) -> list[str]:
-    """Problems of one value taken alone: choice, range, finiteness."""
+def broken_limit(name: str, value: Any) -> str:
+    """The problem of one value taken alone: choice, range, finiteness; empty if there is none."""
     about = OPTIONS[name].metadata
     choices = about.get("choices")
     if choices and value not in choices:
         hint = nearest(str(value), map(str, choices))
-        return [f"--{name} {value}: choose one of {', '.join(map(str, choices))}{hint}"]
+        return f"choose one of {', '.join(map(str, choices))}{hint}"
     if isinstance(value, float) and not math.isfinite(value):
-        return [f"--{name} {value}: a finite number is needed"]
+        return "a finite number is needed"
     if "low" in about and value < about["low"]:
-        return [f"--{name} {value}: too small; the least that can work is {about['low']}"]
+        return f"too small; the least that can work is {about['low']}"
     if "above" in about and value <= about["above"]:
-        return [f"--{name} {value}: must be greater than {about['above']}"]
+        return f"must be greater than {about['above']}"
     if "high" in about and value > about["high"]:
-        return [f"--{name} {value}: too large; the most that can work is {about['high']}"]
-    return []
+        return f"too large; the most that can work is {about['high']}"
+    return ""
 
 
 def with_saved(config: Config, saved: dict[str, Any]) -> Config:
@@ -376,8 +380,8 @@ def with_saved(config: Config, saved: dict[str, Any]) -> Config:
 
 # Options that speak about one start of the program: neither a resume nor the saved config.yaml repeats them.
 ONE_START_ONLY = frozenset(("config", "from_resume", "resume_reset", "overwrite", "eval_only", "stop_after"))
-# Besides those, what a resume takes from this start alone.
-NOT_CARRIED_OVER = ONE_START_ONLY | {"from_weight", "device"}
+# Besides those, what a resume takes from this start alone; a run folder may have been moved.
+NOT_CARRIED_OVER = ONE_START_ONLY | {"from_weight", "device", "save_dir", "save_weight"}
 
 
 def changed_settings(config: Config, saved: dict[str, Any]) -> list[tuple[str, Any, Any, str]]:

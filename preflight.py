@@ -61,28 +61,37 @@ def check_shapes(config: Config) -> list[str]:
     return problems
 
 
-PATHS = ("config", "save_dir", "data_path", "val_path", "tokenizer_path", "cache_dir", "from_weight")
 NAME_BYTES = 200  # file systems allow 255, and a save adds to the name
 
 
-def check_paths(config: Config) -> list[str]:
-    """Folders must be writable as their use needs; a read-only cache folder may hold all that is needed."""
-    problems = [
-        f"--{name} {getattr(config, name)}: the variable {unset[0]} is not set; set it or write the path out"
-        for name in PATHS
-        if (unset := re.findall(r"\$\{?\w+\}?", os.path.expandvars(getattr(config, name))))
-    ]
+def check_run_folder(config: Config) -> list[str]:
+    """Problems of the name and place of the run folder, to be settled before it is looked into."""
     name = config.save_weight
     if any(c in name for c in '/\\:*?"<>|') or name in (".", "..") or name != name.strip():
-        problems.append(f"--save_weight {name!r}: it names a folder; use letters, digits, - and _")
-    elif len(name.encode()) > NAME_BYTES:
-        problems.append(f"--save_weight {name[:20]}...: a name of {len(name.encode())} bytes; {NAME_BYTES} at most")
-    elif not problems and not config.eval_only:
-        problems += check_writable("save_dir", config.run_folder / "resume")
+        return [f"--save_weight {name!r}: it names a folder; use letters, digits, - and _"]
+    if len(name.encode()) > NAME_BYTES:
+        return [f"--save_weight {name[:20]}...: a name of {len(name.encode())} bytes; {NAME_BYTES} at most"]
+    unset = check_variables(config, "save_dir")
+    return unset or ([] if config.eval_only else check_writable("save_dir", config.run_folder / "resume"))
+
+
+def check_paths(config: Config) -> list[str]:
+    """Problems of the other paths that can be told before anything is read from them. A read-only cache folder may hold
+    all that is needed."""
+    problems = [
+        problem
+        for name in ("config", "data_path", "val_path", "tokenizer_path", "cache_dir", "from_weight")
+        for problem in check_variables(config, name)
+    ]
     cache = resolve_path(config.cache_dir)
-    if not cache.is_dir():
-        problems += check_writable("cache_dir", cache)
-    return problems
+    return problems if os.path.isdir(cache) else problems + check_writable("cache_dir", cache)
+
+
+def check_variables(config: Config, name: str) -> list[str]:
+    """A path with a variable that is not set would be taken by its letters."""
+    value = getattr(config, name)
+    unset = re.findall(r"\$\{?\w+\}?", os.path.expandvars(value))
+    return [f"--{name} {value}: the variable {unset[0]} is not set; set it or write the path out"] if unset else []
 
 
 def check_writable(name: str, folder: Path) -> list[str]:

@@ -124,8 +124,8 @@ def make_schedule(config: Config, windows: Windows, progress: Progress) -> Sched
 
 
 def check_identity(config: Config, state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Refuse a resume that would be another run: a fixed setting, the tokenizer or the data differ. The UserError names
-    both values of each."""
+    """Refuse a resume that would be another run: a fixed setting differs, or what `identity` says of tokenizer and
+    data. The UserError names both values of each."""
     problems = [
         f"--{name} {new}: the saved run has {old}; a resume cannot change it - start another run with --save_weight"
         for name, old, new, kind in changed_settings(config, state["config"])
@@ -137,7 +137,7 @@ def check_identity(config: Config, state: dict[str, Any], identity: dict[str, An
         "rows": ("data_path", "the same texts must give the same rows"),
     }
     for key, (flag, remedy) in remedies.items():
-        if state["identity"][key] != identity[key]:
+        if key in identity and state["identity"][key] != identity[key]:
             value = getattr(config, flag)
             problems.append(
                 f"--{flag} {value}: its {key.replace('_', ' ')} is {identity[key]!s:.16}, the saved run's is "

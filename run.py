@@ -46,7 +46,7 @@ from metrics import (
     start_tracker,
 )
 from plan import Plan, make_plan
-from preflight import Findings, check_model, check_plan, check_settings, check_torchrun
+from preflight import Findings, check_model, check_plan, check_run_folder, check_settings, check_torchrun
 from resume import (
     Progress,
     Schedule,
@@ -134,13 +134,15 @@ def prepare(config: Config) -> Prepared:
     """
     refuse(check_torchrun())
     rank, _, world_size = environment_rank()
-    problems = Findings()
-    checkpoint = problems.of(find_save, config)
+    problems = Findings(check_run_folder(config))
+    checkpoint = None if problems else problems.of(find_save, config)
     if checkpoint:
         config = with_saved(config, checkpoint.state["config"])
-    problems += check_settings(config)
         config.from_weight = "none"  # a command line that is repeated names it again; it may be gone by now
+    problems += check_settings(config)
     tokenizer = problems.of(TextTokenizer.load, resolve_path(config.tokenizer_path), bool(config.parse_special))
+    if checkpoint and tokenizer:
+        problems.of(check_identity, config, checkpoint.state, {"tokenizer_digest": tokenizer.digest})
     refuse(problems)
     refuse(check_model(config, model_shape(config, tokenizer)))
     model = init_model(config, tokenizer)  # before the texts are tokenised: weights that do not fit are found at once
@@ -213,14 +215,16 @@ def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> tuple[Pre
             progress=show,
         )
 
-    train = corpus(config.data_path, "train", config.val_fraction)
-    dataset = PretrainDataset(train, config.max_seq_len, packing=bool(config.packing))
+    problems, held_out = Findings(), None
+    train = problems.of(corpus, config.data_path, "train", config.val_fraction)
     val_path = config.val_path or (str(SAMPLE_FOLDER / "val.jsonl") if config.uses_sample else "")
     if val_path:
-        held_out = corpus(val_path, "train", 0.0)
+        held_out = problems.of(corpus, val_path, "train", 0.0)
     elif config.val_fraction > 0:
-        held_out = corpus(config.data_path, "val", config.val_fraction)
-    else:
+        held_out = problems.of(corpus, config.data_path, "val", config.val_fraction)
+    refuse(problems)
+    dataset = PretrainDataset(train, config.max_seq_len, packing=bool(config.packing))
+    if held_out is None:
         return dataset, None
     chosen = None
     if config.eval_rows:
@@ -379,8 +383,8 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
     clean_leftovers(folder)
     clean_leftovers(folder / "resume")
     if checkpoint:
-        for path in checkpoint.set_damaged_aside():
-            print(f"Warning: {path.name}: {checkpoint.damaged}", file=sys.stderr)
+        for path, problem in zip(checkpoint.set_damaged_aside(), checkpoint.damaged, strict=True):
+            print(f"Warning: {problem}; set aside as {path.name}", file=sys.stderr)
     else:
         clear_run(folder, config.run_name)
     metrics = MetricsFile(folder / "metrics.jsonl")

@@ -91,8 +91,8 @@ def start_weights(config: Config, tokenizer_digest: str, model: MiniMindForCausa
 def check_make(path: Path, made_with: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raise UserError where the weights were made with other model options, the rotary base, which no shape betrays,
     among them."""
-    theta = made_with.get("rope_parameters") or {}
-    made_with = {"rope_theta": theta.get("rope_theta"), **made_with}
+    if made_with.get("rope_theta") is None:  # where transformers 5 writes it
+        made_with = made_with | {"rope_theta": (made_with.get("rope_parameters") or {}).get("rope_theta")}
     names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size rope_theta use_moe"
     differing = [
         f"--{name} {made_with[name]} (not {wanted[name]})"
