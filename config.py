@@ -12,6 +12,7 @@ import difflib
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,23 @@ def load_config(argv: list[str] | None = None) -> Config:
         raise UserError(problems)
     values |= from_flags
     return Config(**values, given=frozenset(values), flags=frozenset(spoken))
+
+
+def report(error: Exception) -> int:
+    """Print what is wrong, a line a problem; returns the exit status of a mistake."""
+    for problem in getattr(error, "problems", None) or [str(error)]:
+        print(f"Error: {problem}", file=sys.stderr)
+    return 2
+
+
+def check_command_line() -> None:
+    """Leave at once with help, or with what is wrong with sys.argv. Ranks of torchrun leave that to `main`, which
+    reports once a machine."""
+    if "RANK" not in os.environ:
+        try:
+            load_config()
+        except UserError as error:
+            sys.exit(report(error))
 
 
 def unknown_words(words: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ The order of events: settings, data, what a save says, ranks, model, loop, finis
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -18,13 +19,17 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 
+from config import SAMPLE_FOLDER, Config, UserError, check_command_line, load_config, report
+
+if __name__ == "__main__":
+    check_command_line()  # answers --help and misspelt options before torch is imported, which takes seconds
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from compiling import uncompiled
-from config import SAMPLE_FOLDER, Config, UserError, load_config
 from dataset.lm_dataset import Batch, SkipBatchSampler, collate
 from dataset.packing import RowOrder
 from dataset.text_reader import DataError
@@ -32,6 +37,7 @@ from evaluation import Evaluation, evaluate, floor_report
 from files import CheckpointError, SaveFailed
 from live_state import capture_rng, unwrap
 from metrics import StepMetrics, format_log_line
+from model.attention import document_boundaries
 from run import Run, begin_run, prepare, resume_command, shown
 from saver import NonFinite
 from stopping import StopRequested, StopSignal, ignore_stop_signals
@@ -126,7 +132,10 @@ def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
         pin_memory=on_cuda,
         generator=torch.Generator(),
     )
-    return (batch.to(run.world.device, non_blocking=on_cuda) for batch in loader)
+    for batch in loader:
+        if on_cuda:  # counted before the copy: afterwards the host would have to wait for the device
+            batch.boundaries = document_boundaries(batch.document_ids, multiple=128).pin_memory()
+        yield batch.to(run.world.device, non_blocking=on_cuda)
 
 
 def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, target_count: int) -> Tensor:
@@ -146,6 +155,7 @@ def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, tar
                     batch.input_ids,
                     position_ids=batch.position_ids,
                     document_ids=batch.document_ids,
+                    boundaries=batch.boundaries,
                     targets=batch.targets,
                     target_count=divisor,
                     label_smoothing=config.label_smoothing,
@@ -258,6 +268,8 @@ def evaluate_run(run: Run) -> Evaluation:
 def main(argv: list[str] | None = None) -> int:
     """Train as `argv` says (sys.argv when None). Returns the exit status: 0, 1 for a failure, 2 for a mistake of the
     user's, 128 + signal when stopped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a console without Chinese must not end a run by an exception
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         config = load_config(argv)
         with StopSignal() as stop:
@@ -265,9 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, DataError, CheckpointError) as error:
         if environment_rank()[1] > 0:
             time.sleep(2)  # if the machine's first rank has the same problem, the launcher ends us before we repeat it
-        for problem in getattr(error, "problems", None) or [str(error)]:
-            print(f"Error: {problem}", file=sys.stderr)
-        return 2
+        return report(error)
 
 
 def run_config(config: Config, stop: StopSignal) -> int:
