@@ -6,7 +6,7 @@ Nothing here asks whether it is distributed: rank and world size are two integer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,23 +37,29 @@ class Batch:
 
     targets: the next token, -100 where there is none to predict. position_ids restart with every piece of a document.
     document_ids: number of the piece within its row, -1 for padding; attention never crosses from one to another.
+    boundaries: where documents begin in the flattened batch, for kernels that ask for it; made on the host.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     position_ids: torch.Tensor
     document_ids: torch.Tensor
+    boundaries: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors()))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self, device: Any = None) -> Batch:
-        return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        boundaries = None if self.boundaries is None else change(self.boundaries)
+        return Batch(*map(change, self._tensors()), boundaries=boundaries)
 
     def validate(self, vocab_size: int, max_seq_len: int) -> None:
         """Raise ValueError on a wrong shape, dtype or device; on CPU also on wrong values (CUDA would have to sync)."""
         shape, device = self.input_ids.shape, self.input_ids.device
-        for field, tensor in zip(fields(self), self._tensors(), strict=True):
+        for field, tensor in zip(fields(self), self._tensors(), strict=False):
             if tensor.ndim != 2 or tensor.shape != shape or tensor.shape[1] != max_seq_len:
                 raise ValueError(f"{field.name} is {list(tensor.shape)}, not [batch, {max_seq_len}] like the rest")
             if tensor.dtype != torch.int64 or tensor.device != device:

@@ -42,21 +42,18 @@ def document_mask(document_ids: Tensor) -> Tensor:
     return (same & causal).unsqueeze(1)
 
 
-def document_boundaries(document_ids: Tensor, capacity: int | None = None) -> Tensor:
+def document_boundaries(document_ids: Tensor, multiple: int = 1) -> Tensor:
     """Cumulative document lengths of a packed batch for flash kernels: int32 [documents + 1], from 0 to batch x seq.
 
     Counting the documents of a CUDA tensor makes the host wait, so a training loop calls this on the host's copy and
-    passes the result along. `capacity` pads with empty documents to that many: a fixed shape for a compiled model.
+    passes the result along. Empty documents at the end fill up to a multiple: few shapes for a compiled model.
     A run of padding (-1) counts as a document.
     """
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]  # a new row always starts a document
     positions = starts.flatten().nonzero().flatten()
-    total = document_ids.numel()
-    if capacity is not None and len(positions) > capacity:
-        raise ValueError(f"{len(positions)} documents in a batch planned for {capacity}: raise the capacity")
-    padding = 1 if capacity is None else capacity + 1 - len(positions)
-    return F.pad(positions, (0, padding), value=total).to(torch.int32)
+    padding = 1 + -len(positions) % multiple
+    return F.pad(positions, (0, padding), value=document_ids.numel()).to(torch.int32)
 
 
 def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
