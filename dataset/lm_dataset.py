@@ -53,8 +53,8 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        boundaries = None if self.boundaries is None else change(self.boundaries)
-        return Batch(*map(change, self._tensors()), boundaries=boundaries)
+        ids, targets, positions, documents = map(change, self._tensors())
+        return Batch(ids, targets, positions, documents, None if self.boundaries is None else change(self.boundaries))
 
     def validate(self, vocab_size: int, max_seq_len: int) -> None:
         """Raise ValueError on a wrong shape, dtype or device; on CPU also on wrong values (CUDA would have to sync)."""
