@@ -57,11 +57,12 @@ class Plan:
     def lines(self, world_size: int) -> list[str]:
         active = "" if self.active_parameters == self.parameters else f", {self.active_parameters / 1e6:.2f} M active"
         peak = f"; {self.peak_bytes / 2**30:.2f} GiB at the peak of a dry step" if self.peak_bytes else ""
+        short = f" (the data have {self.rows:,})" if self.rows < self.global_batch_size else ""
         time = "" if self.estimated_seconds is None else f", about {duration(self.estimated_seconds)}"
         return [
             f"Model: {self.parameters / 1e6:.2f} M parameters{active}, {self.flops_per_token / 1e6:.1f} MFLOPs a token",
-            f"Step: {self.global_batch_size} rows = {self.batch_size} x {self.accumulation_steps} micro-batches x "
-            f"{world_size} rank{'s' * (world_size > 1)}, about {self.tokens_per_step:,.0f} tokens",
+            f"Step: {self.global_batch_size:,} rows{short} = {self.batch_size} x {self.accumulation_steps} "
+            f"micro-batches x {world_size} rank{'s' * (world_size > 1)}, about {self.tokens_per_step:,.0f} tokens",
             f"Run: {self.total_steps:,} steps, {self.steps_per_epoch:,} an epoch of {self.tokens_per_epoch:,} tokens "
             f"({self.tokens_per_parameter:.2f} tokens a parameter){time}",
             f"Disk: {mebibytes(self.weights_bytes)} of weights, {mebibytes(self.state_bytes)} a resume state",
