@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stopping import StopRequested, StopSignal
-from trainer_utils import World
+from trainer_utils import World, to_device
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,18 @@ def evaluate(
     nats = torch.zeros((), dtype=torch.float64)
     share = range(0, len(dataset), batch_size * world.size)
     one = torch.ones((), device=world.device)
+    most_documents = dataset.most_documents(batch_size)
     try:
         for first in share:
             begin = first + world.rank * batch_size
             rows = [row if row < len(dataset) else -1 for row in range(begin, begin + batch_size)]
-            batch = dataset.__getitems__(rows).to(world.device)
+            batch = to_device(dataset.__getitems__(rows), world.device, most_documents)
             with precision:
                 out = model(
                     batch.input_ids,
                     position_ids=batch.position_ids,
                     document_ids=batch.document_ids,
+                    boundaries=batch.boundaries,
                     targets=batch.targets,
                     target_count=one,  # the plain sum: means of means would weigh short rows wrongly
                 )

@@ -37,7 +37,6 @@ from evaluation import Evaluation, evaluate, floor_report
 from files import CheckpointError, SaveFailed
 from live_state import capture_rng, unwrap
 from metrics import StepMetrics, format_log_line
-from model.attention import document_boundaries
 from run import Run, begin_run, prepare, resume_command, shown
 from saver import NonFinite
 from stopping import StopRequested, StopSignal, ignore_stop_signals
@@ -48,6 +47,7 @@ from trainer_utils import (
     init_distributed_mode,
     peak_memory_gib,
     set_learning_rate,
+    to_device,
     update_parameters,
 )
 
@@ -122,20 +122,17 @@ def train_epoch(run: Run, epoch: int) -> None:
 
 def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
     """This rank's micro-batches. The loader gets a generator of its own: it would draw from the one dropout uses."""
-    on_cuda = run.world.device.type == "cuda"
     loader: DataLoader = DataLoader(
         run.dataset,
         batch_sampler=sampler,
         collate_fn=collate,  # type: ignore[arg-type]  # the dataset assembles whole batches
         num_workers=run.config.num_workers,
         worker_init_fn=ignore_stop_signals,
-        pin_memory=on_cuda,
+        pin_memory=run.world.device.type == "cuda",
         generator=torch.Generator(),
     )
-    for batch in loader:
-        if on_cuda:  # counted before the copy: afterwards the host would have to wait for the device
-            batch.boundaries = document_boundaries(batch.document_ids, multiple=128).pin_memory()
-        yield batch.to(run.world.device, non_blocking=on_cuda)
+    most_documents = run.dataset.most_documents(run.state.windows.batch_size)
+    return (to_device(batch, run.world.device, most_documents) for batch in loader)
 
 
 def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, target_count: int) -> Tensor:

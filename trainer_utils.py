@@ -19,6 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dataset.lm_dataset import Batch
+from model.attention import document_boundaries
+
 # --- ranks and devices ---
 
 
@@ -107,6 +110,15 @@ def init_distributed_mode(device_name: str = "auto") -> World:
     dist.init_process_group(backend, timeout=timedelta(minutes=30))
     side_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
     return World(device, rank, local_rank, size, side_group)
+
+
+def to_device(batch: Batch, device: torch.device, most_documents: int) -> Batch:
+    """The batch where the model is. For CUDA its documents are counted before the copy: afterwards the host would have
+    to wait. Their list is filled up to `most_documents`, so that a compiled model always meets the same shapes."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        batch.boundaries = document_boundaries(batch.document_ids, most_documents).pin_memory()
+    return batch.to(device, non_blocking=on_cuda)
 
 
 # --- seeds ---

@@ -145,6 +145,13 @@ class PretrainDataset(Dataset):
         weights = np.where(begins, self.cache.document_bytes[document], 0)
         return np.add.reduceat(weights, self.plan.row_offsets[:-1]) if len(self) else np.zeros(0, np.int64)
 
+    def most_documents(self, rows: int) -> int:
+        """No batch of so many rows holds more pieces of documents, each row's padding counted as one."""
+        pieces = np.diff(self.plan.row_offsets)
+        rows_counted = min(rows, len(pieces))
+        fullest = np.partition(pieces, len(pieces) - rows_counted)[len(pieces) - rows_counted :]
+        return int(fullest.sum()) + rows
+
     def _count(self) -> dict[str, Any]:
         lengths = np.diff(self.cache.document_offsets)
         lengths = lengths if self.documents is None else lengths[self.documents]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -12,7 +13,10 @@ import torch
 
 import compiling
 from compiling import COMPILE_SECONDS, MARGIN, SHARE_SAVED, choose_compile, compile_blocks, compiler_problem, uncompiled
-from config import UserError
+from config import UserError, load_config
+from dataset.lm_dataset import MISSING_ROW
+from model.attention import document_boundaries
+from run import prepare
 from runs import command, environment, final_state, finish, largest_difference, launch, logged, replaced, train
 from runs import final_weights as weights_of
 from trainer_utils import World
@@ -138,3 +142,13 @@ def test_a_signal_while_compiling_ends_the_run_within_seconds_and_nothing_is_wri
     assert time.monotonic() - began < 12
     assert not list((tmp_path / "runs").rglob("*.pth"))
     assert json.loads(next((tmp_path / "runs").rglob("run.json")).read_text())["status"] == "stopped"
+
+
+def test_document_boundaries_of_every_batch_have_one_shape(arguments):
+    dataset = prepare(load_config(arguments)).dataset
+    capacity = dataset.most_documents(3)
+    shapes = {
+        tuple(document_boundaries(dataset.__getitems__([*rows, MISSING_ROW]).document_ids, capacity).shape)
+        for rows in itertools.combinations(range(len(dataset)), 2)
+    }
+    assert shapes == {(capacity + 1,)}
