@@ -47,7 +47,7 @@ def rehearse(
     if on_cuda:
         return fit_batch_size(windows, attempt, world, may_halve=bool(config.auto_batch))
     rows = min(windows.batch_size, max(1, CPU_POSITIONS // config.max_seq_len))
-    with memory_errors(f"--max_seq_len {config.max_seq_len}: {rows} row(s) of it"):
+    with memory_errors(f"--max_seq_len {config.max_seq_len}: a micro-batch of {rows}"):
         return windows, attempt(rows)
 
 

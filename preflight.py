@@ -290,16 +290,18 @@ def check_model(config: Config, model: torch.nn.Module) -> list[str]:
 
 
 def check_memory(config: Config, model: torch.nn.Module, training_bytes: int) -> list[str]:
-    """Problems of memory that no batch size can mend: parameters, gradients and optimizer state alone are too much."""
+    """Problems of memory that no batch size can mend: parameters, gradients, optimizer state and the least that one row
+    leaves for its backward (each block's input) are too much."""
     device, parameters = choose_device(config.device), sum(p.numel() for p in model.parameters())
     there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
-    need = training_bytes * (1 if device.type == "cuda" else local_ranks())
+    row_bytes = 4 * config.max_seq_len * config.hidden_size * config.num_hidden_layers
+    need = (training_bytes + row_bytes) * (1 if device.type == "cuda" else local_ranks())
     if not there or need <= there:
         return []
     return [
-        f"--hidden_size {config.hidden_size} --num_hidden_layers {config.num_hidden_layers}: {parameters / 1e9:.2f} G "
-        f"parameters with gradients and optimizer state take {need / 2**30:.1f} GiB, {device.type} has "
-        f"{there / 2**30:.1f}; choose a smaller model"
+        f"--hidden_size {config.hidden_size} --num_hidden_layers {config.num_hidden_layers} --max_seq_len "
+        f"{config.max_seq_len}: {parameters / 1e9:.2f} G parameters with gradients, optimizer state and one row take "
+        f"{need / 2**30:.1f} GiB, {device.type} has {there / 2**30:.1f}; choose a smaller model or shorter rows"
     ]
 
 

@@ -437,11 +437,14 @@ CASES = [
     flag("--keep_checkpoints 100000000", "this run's saves need"),
     flag(
         "--seed 2",
-        "parameters with gradients and optimizer state take",
+        "parameters with gradients, optimizer state and one row",
         "choose a smaller model",
         setup=of_memory(10**6),
     ),
     flag("--hidden_size 65536 --num_hidden_layers 1024", "choose a smaller model"),
+    flag(
+        "--hidden_size 65536 --max_seq_len 1048576", "--max_seq_len 1048576", "choose a smaller model or shorter rows"
+    ),
     # run folders
     flag("--save_weight good", "holds a run already", "--from_resume 1", "--save_weight NEW", "--overwrite 1"),
     flag(f"{RESUME} --num_hidden_layers 3", "--num_hidden_layers 3: the saved run has 2; a resume cannot change it"),
