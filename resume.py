@@ -224,22 +224,21 @@ def describe_changes(config: Config, saved: dict[str, Any], state: TrainingState
         for name, old, new, kind in changed_settings(config, saved["config"])
         if kind == SHOWN and name != "global_batch_size"
     ]
-    before = saved["global_batch_size"]
-    if windows.global_batch_size != before:
-        old = dataclasses.replace(windows, global_batch_size=before)
+    before, after = saved["global_batch_size"], windows.global_batch_size
+    old = Windows(windows.rows, before, saved["batch_size"], saved["choices"]["world_size"])
+    if after != before:
         lines.append(
-            f"  global batch: {before} -> {windows.global_batch_size} rows; steps an epoch {old.steps_per_epoch} -> "
+            f"  global batch: {before} -> {after} rows; steps an epoch {old.steps_per_epoch} -> "
             f"{windows.steps_per_epoch}; training goes on by rows seen"
         )
-    elif {"batch_size", "accumulation_steps"} & config.given and (
-        config.accumulation_steps != windows.accumulation_steps
-    ):
-        lines.append(f"  accumulation_steps: {windows.accumulation_steps}, so that a step stays {before} rows")
     if lines or config.resume_reset == "schedule":
         lr = schedule.lr(state.progress.rows_seen)
         lines.append(
             f"  learning rate at the join: {saved['next_lr']:.8f} -> {lr:.8f}; last step {schedule.total_steps}"
         )
+    if after == before and windows.accumulation_steps != old.accumulation_steps:
+        steps = f"{old.accumulation_steps} -> {windows.accumulation_steps}"
+        lines.append(f"  accumulation_steps: {steps}, so that a step stays {after} rows")
     if saved["identity"]["validation_fingerprint"] != state.identity["validation_fingerprint"]:
         lines.append("  validation texts: others than before; the best score starts anew")
     was, now = circumstances(saved), circumstances({"choices": state.choices, "environment": state.environment})

@@ -304,8 +304,9 @@ def fail(run: Run | None, stop: StopSignal, error: BaseException) -> int:
     rank, _, world_size = environment_rank()
     if run:
         set_status(run, "invalid" if isinstance(error, NonFinite) else "failed")
-    if world_size > 1 and is_echo(error):
-        time.sleep(5)  # another rank ended first and says why; the launcher's signal that ends us is on its way
+    patience = time.monotonic() + 5 * (world_size > 1 and is_echo(error))
+    while not stop.received and time.monotonic() < patience:  # another rank ended first and says why; the launcher's
+        time.sleep(0.05)  # signal that ends us is on its way
     if isinstance(error, (SaveFailed, NonFinite)):
         print(f"Error: {error}", file=sys.stderr, flush=True)
     elif world_size == 1:

@@ -17,12 +17,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 
 from dataset.lm_dataset import Batch
 from model.attention import document_boundaries
 
 # --- ranks and devices ---
+
+GROUP_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,39 @@ def init_distributed_mode(device_name: str = "auto") -> World:
     if size == 1:
         return World(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    side_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    store = meet(next(rendezvous("env://", timeout=GROUP_TIMEOUT))[0], rank, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+    side_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     return World(device, rank, local_rank, size, side_group)
+
+
+def meet(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """The part of the launcher's store that belongs to this start of the ranks alone.
+
+    torchrun keeps one store over its restarts (pytorch issue 135712), where new ranks would find the addresses of
+    killed ones and wait for them. So rank 0 draws a name and tells it to each rank that says hello, until all use it.
+    """
+    token = os.urandom(8).hex()
+    until = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+
+    def wait(key: str) -> None:  # in Python, so that stop signals are served
+        while not store.check([key]):
+            if time.monotonic() > until:
+                raise TimeoutError(f"rank {rank}: the {size} ranks did not meet within {GROUP_TIMEOUT}")
+            time.sleep(0.02)
+
+    if rank > 0:
+        store.set(f"hello/{rank}", token)
+        wait(f"welcome/{token}")
+        name = store.get(f"welcome/{token}").decode()
+        store.set(f"here/{name}/{rank}", "")
+        return dist.PrefixStore(name, store)
+    for other in range(1, size):
+        while not store.check([f"here/{token}/{other}"]):
+            wait(f"hello/{other}")
+            store.set(f"welcome/{store.get(f'hello/{other}').decode()}", token)  # perhaps a killed one's: ask again
+            time.sleep(0.02)
+    return dist.PrefixStore(token, store)
 
 
 def to_device(batch: Batch, device: torch.device, most_documents: int) -> Batch:

@@ -9,7 +9,9 @@ import functools
 import importlib
 import json
 import os
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +40,8 @@ def _replace(path: str, wrap: Callable[[Callable], Callable]) -> None:
 def at_call(path: str, count: int, action: str, *, after: bool = False, pause: float = 0.0) -> Hook:
     """A hook: at the `count`-th call of `path` (before or after it), send this process the signals named in `action`
     ("SIGTERM", "SIGINT SIGINT", "SIGKILL"), or its whole group ("group SIGTERM"; the child becomes a group of its own),
-    or raise ("raise MESSAGE"); then wait `pause` seconds."""
+    raise ("raise MESSAGE"), or let no file grow beyond some bytes from now on ("limit 100000": as a full disk would);
+    then wait `pause` seconds."""
     return _at_call, path, count, action, after, pause
 
 
@@ -51,6 +54,9 @@ def _at_call(path: str, count: int, action: str, after: bool, pause: float) -> N
         verb, _, rest = action.partition(" ")
         if verb == "raise":
             raise ValueError(rest)
+        if verb == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(rest), int(rest)))
+            return
         send, whom = (os.killpg, os.getpgrp()) if verb == "group" else (os.kill, os.getpid())
         for number, name in enumerate((rest if verb == "group" else action).split()):
             time.sleep(0.3 * (number > 0))
@@ -73,6 +79,29 @@ def _at_call(path: str, count: int, action: str, after: bool, pause: float) -> N
         return wrapped
 
     _replace(path, wrap)
+
+
+def spoil_loss(steps: list[int]) -> Hook:
+    """A hook: this process's losses of these steps are NaN."""
+    return _spoil_loss, steps
+
+
+def _spoil_loss(steps: list[int]) -> None:
+    spoiled = False
+
+    def wrap_scale(original: Callable) -> Callable:
+        return lambda self, loss: original(self, loss * float("nan") if spoiled else loss)
+
+    def wrap_step(original: Callable) -> Callable:
+        def step(run: Any, *arguments: Any) -> Any:
+            nonlocal spoiled
+            spoiled = run.state.progress.step + 1 in steps
+            return original(run, *arguments)
+
+        return step
+
+    _replace("torch.amp.GradScaler.scale", wrap_scale)
+    _replace("train_pretrain.forward_backward", wrap_step)
 
 
 def set_value(path: str, value: Any) -> Hook:
@@ -113,3 +142,19 @@ def _record_rows(path: str) -> None:
 
     _replace("dataset.lm_dataset.PretrainDataset.__getitems__", wrap_fetch)
     _replace("train_pretrain.forward_backward", wrap_step)
+
+
+def main() -> int:
+    """`python hooks.py RANK "[path, count, action]" <trainer's arguments>`: the trainer with an `at_call` on one rank,
+    in the first start of torchrun's workers only."""
+    import train_pretrain
+
+    rank, call, *argv = sys.argv[1:]
+    if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        run_all([at_call(*json.loads(call))])
+    return train_pretrain.main(argv)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.exit(main())

@@ -125,11 +125,11 @@ def test_another_batch_size_or_accumulation_keeps_the_saved_step_and_its_losses(
     train(whole)
     train(arguments, "--stop_after", 3)
     train(replaced(arguments, batch_size=4, accumulation_steps=1), "--from_resume", 1, "--stop_after", 6)
-    assert "a step stays 4 rows" not in capsys.readouterr().out  # nothing the user said was overruled
+    assert "accumulation_steps: 2 -> 1, so that a step stays 4 rows" in capsys.readouterr().out
     train(replaced(arguments, batch_size=1, accumulation_steps=3), "--from_resume", 1, "--stop_after", 9)
-    assert "accumulation_steps: 4, so that a step stays 4 rows" in capsys.readouterr().out
+    assert "accumulation_steps: 1 -> 4, so that a step stays 4 rows" in capsys.readouterr().out  # 3 was asked for
     train(replaced(arguments, batch_size=3, accumulation_steps=8), "--from_resume", 1)
-    assert "accumulation_steps: 2, so that a step stays 4 rows" in capsys.readouterr().out
+    assert "accumulation_steps: 4 -> 2, so that a step stays 4 rows" in capsys.readouterr().out
     assert worst(logged(arguments), logged(whole)) < 1e-9
     assert logged(arguments, "rows_seen") == logged(whole, "rows_seen")
 
@@ -428,7 +428,8 @@ def test_the_receipt_says_what_ran_on_what_from_which_data_and_every_save_s_dige
     assert [(s["step"], s["config"]["learning_rate"]) for s in record["starts"]] == [(0, 0.003), (6, 0.002)]
 
 
-def test_a_start_that_repeats_the_one_before_is_not_noted_again(arguments):
+def test_a_start_that_repeats_the_one_before_is_not_noted_again(arguments, monkeypatch):
+    monkeypatch.setattr("run.git_state", lambda root: None)  # someone may commit meanwhile
     for stop in (2, 4, 6):
         train(arguments, "--from_resume", 1, "--stop_after", stop)
     record = json.loads((run_folder(arguments) / "run.json").read_text())
