@@ -3,6 +3,7 @@ meet; `begin_run` builds what is left."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -179,7 +180,7 @@ def find_save(config: Config) -> Checkpoint | None:
     has_weights = os.path.exists(folder / f"{name}.pth")
     if config.from_resume:
         checkpoint = load_newest(folder / "resume")
-        if checkpoint is None and has_weights and not config.overwrite:
+        if checkpoint is None and has_weights and has_completed_save(folder) and not config.overwrite:
             raise UserError(
                 f"--from_resume 1: {folder} holds weights but no resume state; start another run from them with "
                 f"--from_weight {config.save_weight} --save_weight NEW, or replace it with --overwrite 1"
@@ -194,6 +195,14 @@ def find_save(config: Config) -> Checkpoint | None:
     if config.eval_only and config.from_weight == "none":
         config.from_weight = config.save_weight
     return None
+
+
+def has_completed_save(folder: Path) -> bool:
+    """False where a kill came inside the first save, between weights and resume state: the run has nothing yet."""
+    try:
+        return bool(json.loads((folder / "run.json").read_bytes()).get("saves"))
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
 def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> tuple[PretrainDataset, PretrainDataset | None]:
