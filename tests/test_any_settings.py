@@ -85,7 +85,7 @@ def base(folder: Path) -> list[str]:
     return [*words[:at], *words[at + 2 :], "--save_weight", "good", "--max_steps", "2"]
 
 
-@settings(ANY, max_examples=100 * EXAMPLES)
+@settings(ANY, max_examples=50 * EXAMPLES)
 @given(words=WORDS, rank=RANK, world=WORLD)
 def test_any_flags_give_a_run_or_a_report_and_never_an_exception(place, words, rank, world):
     before = {path.name for path in (place / "runs").iterdir()}
@@ -114,7 +114,7 @@ YAML_TEXT = st.one_of(
 )
 
 
-@settings(ANY, max_examples=400 * EXAMPLES)
+@settings(ANY, max_examples=300 * EXAMPLES)
 @given(data=YAML_TEXT)
 def test_any_yaml_file_gives_settings_or_a_report(place, data):
     path = place / "any.yaml"
