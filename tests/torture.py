@@ -3,7 +3,7 @@
     python tests/torture.py [--kills 40] [--seed 0]         a few minutes; ends with one summary line
 
 About 60 steps over 2 epochs, accumulation 4, dropout 0.1, a partial last micro-batch and window; dense and MoE; one
-process and two gloo ranks. A third of the kills aims at a save, the rest falls anywhere, the start included; on top
+process and two gloo ranks. Two in five kills aim at a save, the rest falls anywhere, the start included; on top
 come the edges: before the first save, after the last step of an epoch, at the last step of the run, and two kills in a
 row at one place. Compared are final weights, every logged loss, and the ids of the rows that the surviving steps used.
 """
@@ -122,8 +122,8 @@ def die_at_the_edges(run: Attempts, steps_per_epoch: int, times: int = 2) -> Non
 
 def die_anywhere(run: Attempts, draw: random.Random, seconds: float) -> None:
     """One attempt that ends at a random instant of an undisturbed run's `seconds`, or inside its next save."""
-    aims_at_save = draw.random() < 1 / 3
-    delay = draw.uniform(0, 0.02) if aims_at_save else draw.uniform(0, 1.2 * seconds)
+    aims_at_save = draw.random() < 0.4
+    delay = draw.uniform(0, 0.006) if aims_at_save else draw.uniform(0, 1.2 * seconds)
     left_before = unfinished(run.words)
 
     def until(processes: list[Any]) -> None:
