@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from config import Config, UserError
 from live_state import capture_rng, restore_rng
 from resume import Windows
-from trainer_utils import World, autocast, build_optimizers, update_parameters
+from trainer_utils import World, autocast, build_optimizers, losses_of, to_device, update_parameters
 
 CPU_POSITIONS = 1024  # a micro-batch of this many is enough to judge a processor's speed
 
@@ -93,21 +93,13 @@ def try_step(
     rng = capture_rng(device)
     forget_peak(device)
     try:
-        batch = dataset.__getitems__(rows).to(device)
+        batch = to_device(dataset.__getitems__(rows), device, dataset.most_documents(batch_size))
         divisor = (batch.targets >= 0).sum().float()
         scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
         def forward_backward() -> None:
             with autocast(device, dtype):
-                out = model(
-                    batch.input_ids,
-                    position_ids=batch.position_ids,
-                    document_ids=batch.document_ids,
-                    targets=batch.targets,
-                    target_count=divisor,
-                    label_smoothing=config.label_smoothing,
-                    z_loss=config.z_loss,
-                )
+                out = losses_of(model, batch, divisor, config)
             scaler.scale(out.loss).backward()
 
         forward_backward()

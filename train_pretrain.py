@@ -45,6 +45,7 @@ from trainer_utils import (
     autocast,
     environment_rank,
     init_distributed_mode,
+    losses_of,
     peak_memory_gib,
     set_learning_rate,
     to_device,
@@ -138,7 +139,7 @@ def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
 def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, target_count: int) -> Tensor:
     """Gradients of one step. Returns [loss, logits_loss, aux_loss] on the device: this rank's share of the step's
     means. Raises StopRequested between micro-batches once the ranks agree to stop; the window is then dropped."""
-    config, world = run.config, run.world
+    world = run.world
     shares = torch.zeros(3, device=world.device, dtype=torch.get_default_dtype())
     divisor = torch.tensor(float(target_count), device=world.device)
     for index in range(micro_batches):
@@ -148,16 +149,7 @@ def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, tar
         waiting = run.model.no_sync() if world.size > 1 and not is_last else nullcontext()  # type: ignore[operator]
         with waiting:
             with autocast(world.device, run.dtype):
-                out = run.model(
-                    batch.input_ids,
-                    position_ids=batch.position_ids,
-                    document_ids=batch.document_ids,
-                    boundaries=batch.boundaries,
-                    targets=batch.targets,
-                    target_count=divisor,
-                    label_smoothing=config.label_smoothing,
-                    z_loss=config.z_loss,
-                )
+                out = losses_of(run.model, batch, divisor, run.config)
             # Losses are sums over the step's targets; DDP averages over ranks, which the factor undoes.
             run.state.scaler.scale(out.loss * world.size).backward()
         shares += torch.stack([out.loss, out.logits_loss, out.aux_loss]).detach()

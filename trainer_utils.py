@@ -154,6 +154,21 @@ def to_device(batch: Batch, device: torch.device, most_documents: int) -> Batch:
     return batch.to(device, non_blocking=on_cuda)
 
 
+def losses_of(model: nn.Module, batch: Batch, target_count: Tensor, config: Any) -> Any:
+    """The model's output on one micro-batch: loss, logits_loss and aux_loss, each a sum over its targets divided by
+    `target_count`, the targets of the whole step."""
+    return model(
+        batch.input_ids,
+        position_ids=batch.position_ids,
+        document_ids=batch.document_ids,
+        boundaries=batch.boundaries,
+        targets=batch.targets,
+        target_count=target_count,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+    )
+
+
 # --- seeds ---
 
 
