@@ -67,6 +67,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--plain_row", type=int, default=340, help="the baseline's row length; MiniMind's is 340")
     parser.add_argument("--curves", default="", help="all, documents, or some of: " + ", ".join(CURVES))
     parser.add_argument("--rows_only", action="store_true", help="no header and no data part: table rows alone")
+    parser.add_argument("--no_save", action="store_true", help="leave out the save at the end, and its cost")
+    parser.add_argument("--label", default="", help="put before the name of each row")
     parser.add_argument("--json", default="", help="also write every measurement to this file")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     options, words = parser.parse_known_args(argv)
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
                 found.setdefault(variant, []).append(run_part(variant, options, words))
                 rate = found[variant][-1]["tokens_per_second"]
                 print(f"turn {turn + 1} {variant}: {rate:,.0f} useful tokens/s", file=sys.stderr, flush=True)
-        print(table(found, variants, head=not options.rows_only), flush=True)
+        print(table(found, variants, options), flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))
     return 0
@@ -105,6 +107,7 @@ def run_part(name: str, options: argparse.Namespace, words: list[str], **more: o
     """One part in a process of its own: its memory, threads and caches are not another part's."""
     extra = [w for key, value in more.items() for w in (f"--{key}", str(value))]
     own = ["--part", name, "--steps", options.steps, "--warmup", options.warmup, "--plain_row", options.plain_row]
+    own += ["--no_save"] * options.no_save
     command = [sys.executable, __file__, *map(str, own), *words, *extra]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -127,56 +130,50 @@ def header(data: dict[str, Any], words: list[str]) -> str:
     )
 
 
-def table(found: dict[str, list[dict[str, Any]]], variants: list[str], head: bool) -> str:
+def table(found: dict[str, list[dict[str, Any]]], variants: list[str], options: argparse.Namespace) -> str:
     """The Markdown table: one row a variant, medians over the turns."""
-    columns = [
-        "",
-        "useful tokens/s",
-        "useful MFU",
-        "of datasheet",
-        *PARTS,
-        "one save",
-        "peak GiB",
-        "first step",
-        "ratio",
-    ]
-    lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"] if head else []
-    flops = next((entry["flops_per_token"] for v in variants for entry in found[v] if "flops_per_token" in entry), None)
+    head = "| | " + " | ".join(COLUMNS) + " |\n|---" + "|---:" * len(COLUMNS) + "|"
+    rows = [] if options.rows_only else [head]
+    flops = next((e["flops_per_token"] for v in variants for e in found[v] if "flops_per_token" in e), 0.0)
     for variant in variants:
-        entries = found[variant]
+        name = f"{options.label} {VARIANTS[variant]}".strip()
+        cells = [f"{name} ({found[variant][0]['label']})", *figures(found[variant], found.get("plain", []), flops)]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
 
-        def median(key: str, entries: list[dict[str, Any]] = entries) -> float:
-            return statistics.median(entry[key] for entry in entries)
 
-        def share(part: str, entries: list[dict[str, Any]] = entries) -> str:
-            if part not in entries[0]["shares"]:
-                return ""
-            return f"{100 * statistics.median(entry['shares'][part] for entry in entries):.1f} %"
+COLUMNS = (
+    "useful tokens/s", "useful MFU", "of datasheet", *PARTS, "one save", "peak GiB", "first step", "last loss",
+    "x plain", "x plain, CPU time",
+)  # fmt: skip
 
-        mfu = statistics.median(e["tokens_per_second"] * flops / e["ceiling"] for e in entries) if flops else None
-        sheet = entries[0].get("datasheet")
-        ratios = [
-            e["tokens_per_second"] / p["tokens_per_second"]
-            for e, p in zip(entries, found.get("plain", []), strict=False)
-        ]
-        saved = (
-            f"{100 * median('save_seconds') / (SAVE_EVERY * median('step_seconds')):.1f} %"
-            if "save_seconds" in entries[0]
-            else ""
-        )
-        cells = [
-            f"{VARIANTS[variant]} ({entries[0]['label']})",
-            f"{median('tokens_per_second'):,.0f}",
-            f"{100 * mfu:.1f} %" if mfu else "",
-            f"{100 * median('tokens_per_second') * flops / (sheet * 1e12):.1f} %" if sheet and flops else "",
-            *map(share, PARTS),
-            saved,
-            f"{median('peak_memory_gib'):.2f}",
-            f"{median('first_step_seconds'):.1f} s",
-            f"{statistics.median(ratios):.2f} x" if ratios else "",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+
+def figures(entries: list[dict[str, Any]], plain: list[dict[str, Any]], flops: float) -> list[str]:
+    """The cells of one row under COLUMNS; empty where something was not measured."""
+
+    def median(form: str, value: Any, others: list[dict[str, Any]] | None = None) -> str:
+        try:
+            values = [value(*pair) for pair in zip(entries, others or entries, strict=False)]
+            return form.format(statistics.median(values))
+        except KeyError:
+            return ""
+
+    def ratio(key: str) -> str:
+        return median("{:.2f} x", lambda e, p: e[key] / p[key], plain) if plain else ""
+
+    rate, sheet = "tokens_per_second", entries[0]["datasheet"]
+    return [
+        median("{:,.0f}", lambda e, _: e[rate]),
+        median("{:.1%}", lambda e, _: e[rate] * flops / e["ceiling"]) if flops else "",
+        median("{:.1%}", lambda e, _: e[rate] * flops / (sheet * 1e12)) if flops and sheet else "",
+        *(median("{:.1%}", lambda e, _, part=part: e["shares"][part]) for part in PARTS),
+        median("{:.1%}", lambda e, _: e["save_seconds"] / (SAVE_EVERY * e["step_seconds"])),
+        median("{:.2f}", lambda e, _: e["peak_memory_gib"]),
+        median("{:.1f} s", lambda e, _: e["first_step_seconds"]),
+        median("{:.4f}", lambda e, _: e["last_loss"]),
+        ratio(rate),
+        ratio("tokens_per_cpu_second") if not sheet else "",
+    ]
 
 
 def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
@@ -247,6 +244,8 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
     with StopSignal() as stop:
         run = begin_run(prepared, init_distributed_mode(config.device), stop)
         run.validation = None
+        if options.no_save:
+            run.saver.save = run.saver.finish = lambda *_: None  # type: ignore[assignment,method-assign]
         begun = time.perf_counter()
         with LoopWatch(trainer, run, options.warmup, options.steps) as watch:
             trainer.train(run)
@@ -260,7 +259,8 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
         "tokens_per_second": useful / rate_seconds,
         "tokens_per_cpu_second": useful / watch.cpu_seconds,
         "step_seconds": rate_seconds / options.steps,
-        "save_seconds": watch.seconds["saving"],
+        "last_loss": watch.last_loss,
+        **({} if options.no_save else {"save_seconds": watch.seconds["saving"]}),
         "shares": parts | {"other": 1 - sum(parts.values())},
         "first_step_seconds": watch.at[1] - begun,
         "startup": {"import": imported - STARTED, "prepare": opened - imported, "begin": begun - opened},
@@ -283,7 +283,7 @@ class LoopWatch:
         self.rate_steps = range(warmup, warmup + steps)
         self.seconds = dict.fromkeys((*PARTS, "saving"), 0.0)
         self.at, self.targets = [time.perf_counter()], list[int]()  # by step; before the first
-        self.cpu_seconds = -0.0
+        self.cpu_seconds = self.last_loss = 0.0
 
     def __enter__(self) -> LoopWatch:
         trainer, run = self.trainer, self.run
@@ -292,6 +292,7 @@ class LoopWatch:
         trainer.update_parameters = self._timed(trainer.update_parameters, "optimizer")
         trainer.log_step = self._timed(trainer.log_step, "logging")
         trainer.forward_backward = self._timed(trainer.forward_backward, "backward", less=("data", "forward"))
+        trainer.log_step = self._remember_loss(trainer.log_step)
         run.model.forward = self._timed(run.model.forward, "forward")
         run.saver.save = self._timed(run.saver.save, "saving")
         self._count, run.throughput.count = run.throughput.count, self._step_done
@@ -317,6 +318,13 @@ class LoopWatch:
             result = function(*args, **kwargs)
             self.seconds[part] += self._now() - began - sum(self.seconds[name] for name in less) + inside
             return result
+
+        return wrapped
+
+    def _remember_loss(self, log_step: Any) -> Any:
+        def wrapped(run: Any, epoch: int, losses: Any, *args: Any) -> Any:
+            log_step(run, epoch, losses, *args)
+            self.last_loss = losses[1].item()
 
         return wrapped
 
