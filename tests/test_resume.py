@@ -102,6 +102,38 @@ def test_two_ranks_resumed_as_two_give_the_same_bits_with_dropout(arguments):
     assert logged(words) == logged(replaced(words, save_weight="whole"))
 
 
+KINDS = {"plain": (1, 0), "compiled": (1, 1), "DDP": (2, 0)}  # (ranks, --use_compile)
+
+
+@pytest.mark.slow
+def test_every_writer_s_state_goes_on_in_every_reader_with_the_same_losses(arguments, tmp_path):
+    words = four_rows(arguments, batch_size=1)
+    options = {"float64": True, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "log": tmp_path / "log"}
+    finish(launch(words, "--save_weight", "whole", "--stop_after", 8, float64=True))
+    expected = logged(replaced(words, save_weight="whole"))
+    for writer, (ranks, compiled) in KINDS.items():
+        source = replaced(words, save_weight=writer)
+        finish(launch(replaced(source, use_compile=compiled), "--stop_after", 4, ranks=ranks, **options), timeout=300)
+        for reader, (ranks_then, compiled_then) in KINDS.items():
+            target = replaced(words, save_dir=tmp_path / reader, save_weight=writer)
+            shutil.copytree(run_folder(source), run_folder(target))
+            more = ["--from_resume", 1, "--stop_after", 8]
+            finish(launch(replaced(target, use_compile=compiled_then), *more, ranks=ranks_then, **options), timeout=300)
+            assert final_state(target)["choices"]["compile"] == bool(compiled_then)
+            assert worst(logged(target), expected) < 1e-9, (writer, reader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moe", [0, 1])
+def test_a_compiled_run_with_dropout_resumes_bit_for_bit(arguments, tmp_path, moe):
+    words = replaced(arguments, use_compile=1, dropout=0.1, use_moe=moe)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    finish(launch(words, "--save_weight", "whole", **cache), timeout=300)
+    for stop in (4, 0):
+        finish(launch(words, "--from_resume", 1, "--stop_after", stop, **cache), timeout=300)
+    assert same_bits(final_weights(words), final_weights(replaced(words, save_weight="whole")))
+
+
 def test_ranks_that_found_other_data_or_another_save_are_told_apart(arguments):
     train(arguments, "--stop_after", 2)
     prepared = prepare(load_config([*arguments, "--from_resume", "1"]))
