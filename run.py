@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,7 +153,7 @@ def prepare(config: Config) -> Prepared:
     dataset, validation = open_data(config, tokenizer, show=rank == 0)
     identity = {
         "data_fingerprint": dataset.cache.fingerprint,
-        "validation_fingerprint": validation.cache.fingerprint if validation else None,
+        "validation_fingerprint": f"{validation.cache.fingerprint}:{config.eval_rows}" if validation else None,
         "tokenizer_digest": tokenizer.digest,
         "rows": len(dataset),
     }
@@ -281,7 +284,8 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         notes += state.restore(checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
     state.model = wrapped = distribute(model, world)  # all ranks
     console = Console(world.is_main)
-    files = open_run_folder(prepared, state) if world.is_main and not config.eval_only else None
+    with folder_errors(config):
+        files = open_run_folder(prepared, state) if world.is_main and not config.eval_only else None
     if files:
         stop.before_leaving = lambda: files.record.update(status="stopped")
     for line in notes:
@@ -374,6 +378,15 @@ def resolve_choices(config: Config, world: World, checkpoint: Checkpoint | None)
         "threads": torch.get_num_threads(),
         "world_size": world.size,
     }
+
+
+@contextmanager
+def folder_errors(config: Config) -> Iterator[None]:
+    """What the system refuses in a run folder (a folder where a file belongs, say) is a mistake in words."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--save_dir {config.run_folder}: {error}; put that right or give another folder") from None
 
 
 def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
@@ -498,9 +511,9 @@ def shown(path: Path) -> str:
 
 def resume_command(config: Config) -> str:
     """The command line that goes on with this run from the current folder."""
-    words = ["python train_pretrain.py"]
+    words = ["python", "train_pretrain.py"]
     for name in ("config", "save_dir", "save_weight", "hidden_size", "use_moe"):
         value = getattr(config, name)
         if value != OPTIONS[name].default:
-            words.append(f"--{name} {value}")
-    return " ".join([*words, "--from_resume 1"])
+            words += [f"--{name}", str(value)]
+    return shlex.join([*words, "--from_resume", "1"])

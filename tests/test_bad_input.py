@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import small_run, write_corpus
+from filelock import FileLock
 from tiny_tokenizer import make_folder
 
 import train_pretrain
@@ -36,6 +37,7 @@ class Place:
     folder: Path
     good: Path
     monkeypatch: pytest.MonkeyPatch
+    held: Any = None  # a lock, while the case lasts
 
     @property
     def run(self) -> Path:
@@ -115,6 +117,12 @@ def damaged_weights(place: Place) -> None:
 def damaged_states(place: Place) -> None:
     for manifest in copied_run(place).glob("resume/step_*/manifest.json"):
         manifest.write_text("{}")
+
+
+def locked_folder(place: Place) -> None:
+    Path("other_32").mkdir()
+    place.held = FileLock("other_32/.lock")
+    place.held.acquire()
 
 
 def weights_alone(place: Place) -> None:
@@ -259,6 +267,13 @@ CASES = [
         "--save_dir .",
         "other_32 is not a folder",
         setup=lambda place: Path("other_32").write_text(""),
+    ),
+    flag(
+        "--save_dir ./ --overwrite 1",
+        "other_32: ",
+        "Is a directory",
+        "put that right or give another folder",
+        setup=lambda place: Path("other_32/metrics.jsonl").mkdir(parents=True),
     ),
     flag("--save_dir locked", "cannot be written to; give another folder or change", setup=deny("locked")),
     flag("--save_dir " + "x" * 300, "File name too long"),
@@ -446,6 +461,7 @@ CASES = [
         "--hidden_size 65536 --max_seq_len 1048576", "--max_seq_len 1048576", "choose a smaller model or shorter rows"
     ),
     # run folders
+    flag("--save_dir . --overwrite 1", "another process is training in", setup=locked_folder),
     flag("--save_weight good", "holds a run already", "--from_resume 1", "--save_weight NEW", "--overwrite 1"),
     flag(f"{RESUME} --num_hidden_layers 3", "--num_hidden_layers 3: the saved run has 2; a resume cannot change it"),
     flag(f"{RESUME} --seed 7 --optimizer muon", "--seed 7", "--optimizer muon: the saved run has adamw", lines=2),
@@ -560,7 +576,7 @@ def contents(folder: Path, but: tuple[str, ...] = ()) -> dict[str, tuple[int, in
     """Every file's size and time, and which folders there are. Locks are taken and row plans made without harm."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        if path.suffix == ".lock" or "plans" in path.parts or path.parts[-1] in but:
+        if path.name.endswith(".lock") or "plans" in path.parts or path.parts[-1] in but:
             continue
         info = path.lstat()
         found[str(path.relative_to(folder))] = (info.st_size, info.st_mtime_ns) if path.is_file() else (0, 0)
