@@ -163,7 +163,7 @@ class Config:
 
     @property
     def uses_sample(self) -> bool:
-        return resolve_path(self.data_path).parent == SAMPLE_FOLDER
+        return resolve_paths(self.data_path) == [str(SAMPLE_FOLDER / "train.jsonl")]
 
 
 OPTIONS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config) if "internal" not in f.metadata}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from metrics import perplexity
 from stopping import StopRequested, StopSignal
 from trainer_utils import World, to_device
 
@@ -66,14 +67,14 @@ def evaluate(
                     targets=batch.targets,
                     target_count=one,  # the plain sum: means of means would weigh short rows wrongly
                 )
-            nats += out.logits_loss.double().cpu()
+            nats += out.logits_loss.cpu().double()  # MPS has no float64
             if stop.agreed(world)[0]:
                 raise StopRequested(stop.received)
     finally:
         model.train(was_training)
     total = world.sum([nats.item()])[0]
     loss = total / max(1, int(dataset.row_targets.sum()))
-    return Evaluation(loss, math.exp(min(loss, 700)), total / math.log(2) / max(1, int(dataset.row_bytes.sum())))
+    return Evaluation(loss, perplexity(loss), total / math.log(2) / max(1, int(dataset.row_bytes.sum())))
 
 
 def unigram_entropy(dataset: Any, chunk_rows: int = 256) -> float:

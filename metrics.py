@@ -144,7 +144,7 @@ class MetricsFile:
             if error:
                 raise error
             if self.path.exists():
-                with open(self.path, "rb") as file:
+                with open(self.path, "ab") as file:  # Windows syncs only what may be written
                     os.fsync(file.fileno())
         except OSError as failure:
             raise SaveFailed(f"could not write {self.path}: {failure.strerror or failure}") from failure

@@ -239,6 +239,11 @@ def describe_changes(config: Config, saved: dict[str, Any], state: TrainingState
     if after == before and windows.accumulation_steps != old.accumulation_steps:
         steps = f"{old.accumulation_steps} -> {windows.accumulation_steps}"
         lines.append(f"  accumulation_steps: {steps}, so that a step stays {after} rows")
+    elif "accumulation_steps" in config.flags and config.accumulation_steps != windows.accumulation_steps:
+        lines.append(
+            f"  accumulation_steps: stays {windows.accumulation_steps}, not {config.accumulation_steps}: a step stays "
+            f"{after} rows; --global_batch_size changes that"
+        )
     if saved["identity"]["validation_fingerprint"] != state.identity["validation_fingerprint"]:
         lines.append("  validation texts: others than before; the best score starts anew")
     was, now = circumstances(saved), circumstances({"choices": state.choices, "environment": state.environment})

@@ -102,6 +102,15 @@ class StopSignal:
                 first_interrupt = min(first_interrupt, time.monotonic())
 
     @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside this block the ranks wait for the disk: no answer from one does not mean that it is gone."""
+        self.is_saving = True
+        try:
+            yield
+        finally:
+            self.is_saving = False
+
+    @contextmanager
     def immediately(self) -> Iterator[None]:
         """Signals raise StopRequested inside this block, and at its door if one came before."""
         self.at_once = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -66,7 +67,8 @@ def train(run: Run) -> None:
         run.saver.save(best=True)  # all ranks; a stop had come between this step and its evaluation
     while not run.is_finished:
         train_epoch(run, run.state.windows.epoch(progress.rows_seen))
-    run.saver.finish()  # all ranks
+    with run.stop.saving():
+        run.saver.finish()  # all ranks
 
 
 def train_epoch(run: Run, epoch: int) -> None:
@@ -113,9 +115,8 @@ def train_epoch(run: Run, epoch: int) -> None:
             stop, clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)  # all ranks
             if best or clock_due or ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step):
                 look_at_updates(run)
-                run.stop.is_saving = True
-                run.saver.save(best)  # all ranks
-                run.stop.is_saving = False
+                with run.stop.saving():
+                    run.saver.save(best)  # all ranks
             if stop and not run.is_finished:
                 raise StopRequested(run.stop.received)
         run.console.advance()
@@ -133,7 +134,10 @@ def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
         generator=torch.Generator(),
     )
     most_documents = run.dataset.most_documents(run.state.windows.batch_size)
-    return (to_device(batch, run.world.device, most_documents) for batch in loader)
+    for index, batch in enumerate(loader):
+        if index == 0:
+            batch.validate(run.tokenizer.vocab_size, run.config.max_seq_len)
+        yield to_device(batch, run.world.device, most_documents)
 
 
 def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, target_count: int) -> Tensor:
@@ -141,7 +145,7 @@ def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, tar
     means. Raises StopRequested between micro-batches once the ranks agree to stop; the window is then dropped."""
     world = run.world
     shares = torch.zeros(3, device=world.device, dtype=torch.get_default_dtype())
-    divisor = torch.tensor(float(target_count), device=world.device)
+    divisor = torch.full((), float(target_count), device=world.device)  # filled there: a copy would be a host sync
     for index in range(micro_batches):
         batch = next(batches)
         is_last = index == micro_batches - 1
@@ -153,7 +157,7 @@ def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, tar
             # Losses are sums over the step's targets; DDP averages over ranks, which the factor undoes.
             run.state.scaler.scale(out.loss * world.size).backward()
         shares += torch.stack([out.loss, out.logits_loss, out.aux_loss]).detach()
-        if run.stop.agreed(world)[0]:  # all ranks
+        if not is_last and run.stop.agreed(world)[0]:  # all ranks; a finished window is not dropped
             raise StopRequested(run.stop.received)
     return shares
 
@@ -238,7 +242,7 @@ def evaluate_and_log(run: Run) -> bool:
     if run.world.is_main:
         run.saver.files.metrics.write({"step": progress.step, **result.as_dict()})
         run.tracker.log(result.as_dict(), progress.step)
-    if progress.best_val_loss is not None and not result.val_loss < progress.best_val_loss:
+    if not result.val_loss < (math.inf if progress.best_val_loss is None else progress.best_val_loss):  # NaN: no
         return False
     progress.best_val_loss, progress.best_step = result.val_loss, progress.step
     return True
@@ -323,7 +327,9 @@ def save_and_leave(run: Run | None, stop: StopSignal) -> int:
         stop.before_leaving()
         print("Stopped before the first new step; the last save, if any, is as it was.", flush=True)
         return stop.exit_code
-    run.saver.finish()  # all ranks
+    look_at_updates(run)
+    with stop.saving():
+        run.saver.finish()  # all ranks
     set_status(run, "stopped")
     run.console.close()
     run.console.print(f"Stopped at step {run.state.progress.step}. To go on: {resume_command(run.config)}")
@@ -354,7 +360,8 @@ def finish(run: Run) -> int:
 
 def report_on_sample(run: Run) -> None:
     """For the bundled sample, whose entropy is known: how near the model has come to the lowest possible loss."""
-    if run.config.uses_sample and run.validation and run.val_loss is not None and not run.config.eval_rows:
+    is_whole_sample = run.config.uses_sample and not run.config.val_path and not run.config.eval_rows
+    if is_whole_sample and run.validation and run.val_loss is not None:
         run.console.print(floor_report(SAMPLE_FOLDER, run.validation, run.val_loss))
 
 
@@ -382,7 +389,7 @@ def report_evaluation(run: Run) -> int:
 
 def set_status(run: Run, status: str) -> None:
     """Note in run.json how the run stands; a full disk must not hide the reason for which it ended."""
-    if run.world.is_main:
+    if run.world.is_main and not run.config.eval_only:
         try:
             run.saver.files.record.update(status=status, progress=asdict(run.state.progress))
         except SaveFailed as error:

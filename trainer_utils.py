@@ -1,4 +1,4 @@
-"""What a training loop stands on: ranks and devices, seeds, precision, optimizers, learning rate, stop signals."""
+"""What a training loop stands on: ranks and devices, seeds, precision, optimizers, learning rate."""
 
 from __future__ import annotations
 
@@ -94,9 +94,11 @@ def is_torchrun_worker() -> bool:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device for this rank. `auto` is CUDA, then MPS, then CPU; `cuda` means the card of the local rank."""
+    """The device for this rank. `auto` is CUDA, then MPS (one process only: gloo cannot reach it), then CPU; `cuda`
+    means the GPU of the local rank."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        has_mps = torch.backends.mps.is_available() and environment_rank()[2] == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     device = torch.device(name)
     return torch.device("cuda", local_rank) if device.type == "cuda" and device.index is None else device
 
@@ -184,6 +186,7 @@ def set_deterministic(on: bool) -> None:
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # memory that is written before it is read
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = False
 

@@ -70,15 +70,17 @@ def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: 
     return (allowed | (key_index == query_index)).unsqueeze(1)
 
 
-def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str:
-    """`auto` takes the fastest that runs here: documents on a CPU, varlen on CUDA from Ampere on in half precision."""
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int = 64) -> str:
+    """`auto` takes the fastest that runs here: documents on a CPU, varlen on CUDA from Ampere on in half precision and
+    with heads that flash kernels take."""
     if requested not in BACKENDS:
         raise ValueError(f"attention_backend={requested!r} is unknown: use one of {', '.join(BACKENDS)}")
     if requested != "auto":
         return requested
     if device.type == "cpu" and not dropout:
         return "documents"
-    if device.type == "cuda" and not dropout and dtype in (torch.bfloat16, torch.float16):
+    flash_takes = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    if device.type == "cuda" and not dropout and flash_takes:
         return "varlen" if torch.cuda.get_device_capability(device) >= (8, 0) else "sdpa"
     return "sdpa"
 

@@ -406,7 +406,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     def _plan_documents(self, document_ids: Tensor, boundaries: Tensor | None) -> AttentionPlan:
         weight, dropout = self.lm_head.weight, self.config.dropout if self.training else 0.0
         backend = self.attention_backend if self.config.flash_attn else "sdpa"
-        chosen = choose_backend(backend, document_ids.device, compute_dtype(weight), dropout)
+        chosen = choose_backend(backend, document_ids.device, compute_dtype(weight), dropout, self.config.head_dim)
         if chosen == "sdpa":
             return AttentionPlan(mask=document_mask(document_ids))
         if chosen == "documents":
