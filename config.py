@@ -150,8 +150,13 @@ class Config:
     flags: frozenset[str] = field(default=frozenset(), metadata={"internal": True})  # on the command line
 
     def values(self) -> dict[str, Any]:
-        """The settings alone, in table order, as plain values for YAML and JSON."""
-        return {name: getattr(self, name) for name in OPTIONS}
+        """The settings alone, in table order, as plain values for YAML and JSON. Paths but the default ones are made
+        absolute: they must mean the same from another folder."""
+        values = {name: getattr(self, name) for name in OPTIONS}
+        for name in ("save_dir", "data_path", "val_path", "tokenizer_path", "cache_dir"):
+            if values[name] and not is_default_path(values[name]):
+                values[name] = ",".join(resolve_paths(values[name]))
+        return values
 
     @property
     def run_name(self) -> str:

@@ -70,6 +70,7 @@ from trainer_utils import (
     build_optimizers,
     choose_dtype,
     environment_rank,
+    prepare_allocator,
     set_deterministic,
     setup_seed,
 )
@@ -136,6 +137,7 @@ def prepare(config: Config) -> Prepared:
     Raises UserError, DataError or CheckpointError. Ranks do this each for itself, without talking to each other; a file
     lock lets one of them build what is not there yet.
     """
+    prepare_allocator()
     refuse(check_torchrun())
     rank, _, world_size = environment_rank()
     problems = Findings(check_run_folder(config))
@@ -208,11 +210,22 @@ def has_completed_save(folder: Path) -> bool:
         return True
 
 
+def make_bundled_sample() -> None:
+    """The bundled sample, made by one process while others wait. Raises UserError where it cannot be written."""
+    try:
+        with FileLock(SAMPLE_FOLDER.with_name(".sample.lock")):
+            make_sample(SAMPLE_FOLDER)
+    except (OSError, NotImplementedError) as error:
+        raise UserError(
+            f"--data_path: the bundled sample cannot be made in {SAMPLE_FOLDER} ({error}); make it elsewhere with "
+            "`python dataset/make_sample.py --out DIR` and give --data_path DIR/train.jsonl --val_path DIR/val.jsonl"
+        ) from None
+
+
 def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> tuple[PretrainDataset, PretrainDataset | None]:
     """Training rows and, where there are texts for it, validation rows. Raises DataError."""
     if config.uses_sample:
-        with FileLock(SAMPLE_FOLDER.with_name(".sample.lock")):
-            make_sample(SAMPLE_FOLDER)
+        make_bundled_sample()
 
     def corpus(path: str, part: str, fraction: float) -> TokenCache:
         return build_or_open(
@@ -402,6 +415,8 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
         lock.acquire(timeout=LOCK_SECONDS if config.from_resume else 0)
     except Timeout:
         raise UserError(f"--save_weight {config.save_weight}: another process is training in {folder}") from None
+    except NotImplementedError:
+        print(f"Warning: no file locks on this disk; nothing keeps a second run out of {folder}", file=sys.stderr)
     clean_leftovers(folder)
     clean_leftovers(folder / "resume")
     if checkpoint:
@@ -458,7 +473,7 @@ def weights_card(prepared: Prepared) -> dict[str, Any]:
         "kind": "minimind-weights",
         "config": prepared.model.config.to_dict(),  # type: ignore[operator,union-attr]
         "tokenizer_digest": prepared.tokenizer.digest,
-        "tokenizer_path": prepared.config.tokenizer_path,
+        "tokenizer_path": prepared.config.values()["tokenizer_path"],
     }
 
 

@@ -56,6 +56,46 @@ from trainer_utils import (
 SKIPS_IN_A_ROW_LIMIT = 10
 
 
+# --- the order of events ---
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as `argv` says (sys.argv when None). Returns the exit status: 0, 1 for a failure, 2 for a mistake of the
+    user's, 128 + signal when stopped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a console without Chinese must not end a run by an exception
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        config = load_config(argv)
+        with StopSignal() as stop:
+            return run_config(config, stop)
+    except (UserError, DataError, CheckpointError) as error:
+        if environment_rank()[1] > 0:
+            time.sleep(2)  # if the machine's first rank has the same problem, the launcher ends us before we repeat it
+        return report(error)
+
+
+def run_config(config: Config, stop: StopSignal) -> int:
+    """One run from settings to exit status."""
+    run: Run | None = None
+    try:
+        try:
+            with stop.immediately():  # until the first new step is finished a stop loses nothing
+                prepared = prepare(config)  # every mistake that can be found is found here, before ranks meet
+                world = init_distributed_mode(config.device)
+                stop.at_once = world.size == 1  # several ranks vote: one that just left would leave the others waiting
+                run = begin_run(prepared, world, stop)
+                if config.eval_only:
+                    return report_evaluation(run)
+                train(run)
+        except StopRequested:
+            return save_and_leave(run, stop)
+        return finish(run)
+    except (UserError, DataError, CheckpointError):
+        raise
+    except BaseException as error:
+        return fail(run, stop, error)
+
+
 # --- the loop ---
 
 
@@ -255,44 +295,7 @@ def evaluate_run(run: Run) -> Evaluation:
     return evaluate(unwrap(run.model), run.validation, run.state.windows.batch_size, run.world, precision, run.stop)
 
 
-# --- beginning and end ---
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Train as `argv` says (sys.argv when None). Returns the exit status: 0, 1 for a failure, 2 for a mistake of the
-    user's, 128 + signal when stopped."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a console without Chinese must not end a run by an exception
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        config = load_config(argv)
-        with StopSignal() as stop:
-            return run_config(config, stop)
-    except (UserError, DataError, CheckpointError) as error:
-        if environment_rank()[1] > 0:
-            time.sleep(2)  # if the machine's first rank has the same problem, the launcher ends us before we repeat it
-        return report(error)
-
-
-def run_config(config: Config, stop: StopSignal) -> int:
-    """One run from settings to exit status."""
-    run: Run | None = None
-    try:
-        try:
-            with stop.immediately():  # until the first new step is finished a stop loses nothing
-                prepared = prepare(config)  # every mistake that can be found is found here, before ranks meet
-                world = init_distributed_mode(config.device)
-                stop.at_once = world.size == 1  # several ranks vote: one that just left would leave the others waiting
-                run = begin_run(prepared, world, stop)
-                if config.eval_only:
-                    return report_evaluation(run)
-                train(run)
-        except StopRequested:
-            return save_and_leave(run, stop)
-        return finish(run)
-    except (UserError, DataError, CheckpointError):
-        raise
-    except BaseException as error:
-        return fail(run, stop, error)
+# --- the end ---
 
 
 def fail(run: Run | None, stop: StopSignal, error: BaseException) -> int:

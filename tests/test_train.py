@@ -10,7 +10,11 @@ import pytest
 import torch
 import yaml
 
+import train_pretrain
+from config import load_config
+from evaluation import Evaluation
 from runs import (
+    ROOT,
     final_state,
     final_weights,
     finish,
@@ -181,6 +185,41 @@ def test_muon_trains_and_resumes_bit_for_bit(arguments):
     train(words, "--overwrite", 1, "--stop_after", 6)
     train(words, "--from_resume", 1)
     assert same_bits(whole, final_weights(words))
+
+
+# --- evaluation ---
+
+
+def test_a_floor_is_told_only_for_the_sample_s_own_validation_texts(arguments, corpus, monkeypatch):
+    sample = ROOT / "dataset" / "sample" / "train.jsonl"
+    for path, expected in ((sample, True), (f"{sample},{corpus}", False), (corpus, False)):
+        assert load_config(["--data_path", str(path)]).uses_sample is expected
+
+
+def test_a_validation_loss_that_is_no_number_is_never_the_best(arguments, corpus, monkeypatch):
+    figures = iter([math.nan, 9.0, 8.0, math.nan, 8.5])
+    monkeypatch.setattr(train_pretrain, "evaluate_run", lambda run: Evaluation(next(figures), 1.0, 1.0))
+    train(arguments, "--val_path", corpus, "--eval_interval", 3)
+    progress = final_state(arguments)["progress"]
+    assert (progress["best_val_loss"], progress["best_step"]) == (8.0, 9)
+
+
+def test_a_failure_while_only_evaluating_shows_its_own_cause(arguments, corpus, monkeypatch):
+    train(arguments)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the cause")
+
+    monkeypatch.setattr(train_pretrain, "evaluate_run", fail)
+    with pytest.raises(RuntimeError, match="the cause"):
+        train(arguments, "--eval_only", 1, "--val_path", corpus)
+
+
+def test_paths_in_the_saved_settings_mean_the_same_from_another_folder(arguments, corpus, monkeypatch):
+    monkeypatch.chdir(corpus.parent)
+    words = replaced(arguments, data_path=corpus.name)
+    train(words, "--stop_after", 3)
+    assert final_state(words)["config"]["data_path"] == str(corpus)
 
 
 # --- resume ---
