@@ -6,6 +6,7 @@ Temporary names: `.NAME.tmp-PID`. Tensors are written as safetensors; there is n
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -139,6 +140,12 @@ def file_digest(path: Path) -> str:
         while piece := file.read(CHUNK_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """True if nothing in a host tensor is NaN or infinite: the extremes tell, at memory speed (isfinite().all() takes
+    thirty times as long)."""
+    return not tensor.numel() or all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpoint import prune, weights_digest, write_checkpoint
 from config import Config
-from files import SaveFailed
+from files import SaveFailed, all_finite
 from metrics import MetricsFile, RunRecord
 from resume import TrainingState
 from trainer_utils import World
@@ -205,6 +205,6 @@ class Saver:
 
 def refuse_non_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
     """Raise NonFinite naming what holds NaN or infinity: such a state is never written over a good one."""
-    broken = [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
+    broken = [name for name, value in tensors.items() if not all_finite(value)]
     if broken:
         raise NonFinite(f"step {step}: {broken[0]} and {len(broken) - 1} more hold NaN or Inf; not saved")

@@ -17,6 +17,7 @@ from files import (
     CheckpointError,
     HashedFile,
     SaveFailed,
+    all_finite,
     file_digest,
     remove_quietly,
     sync_folder,
@@ -177,13 +178,14 @@ def half_precision(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in copies:
             half = tensor.detach().to(torch.float16) if tensor.is_floating_point() else tensor.detach()
-            if half.is_floating_point() and not bool(half.isfinite().all()):
+            if half.is_floating_point() and not all_finite(half):
                 raise CheckpointError(
                     f"{name} holds {tensor.abs().max().item():g}, which float16 cannot (its largest number is 65504): "
                     "the weights file was not written; the run has probably diverged"
                 )
             # A view would drag its whole storage into the file: torch.save writes storages.
-            copies[place] = half.to("cpu", copy=True).contiguous()
+            own = half.clone() if half.data_ptr() == tensor.data_ptr() else half
+            copies[place] = own.cpu().contiguous()
         halves[plain_name(name)] = copies[place]
     return halves
 

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -568,6 +569,19 @@ def test_a_view_of_a_large_tensor_makes_a_small_file(tmp_path):
     weights.write_weights(tmp_path / "w.pth", {"row": large[3], "column": large[:, 3]}, {})
     assert (tmp_path / "w.pth").stat().st_size < 10_000
     assert torch.equal(weights.read_weights(tmp_path / "w.pth")[0]["column"], large[:, 3].half())
+
+
+def test_finite_means_no_nan_and_no_infinity_in_tensors_of_any_kind():
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        for value in (math.nan, math.inf, -math.inf):
+            tensor = torch.zeros(5, 7, dtype=dtype)
+            assert files.all_finite(tensor)
+            tensor[3, 2] = value
+            assert not files.all_finite(tensor)
+    assert files.all_finite(torch.full((3,), torch.finfo(torch.float32).max))
+    assert (
+        files.all_finite(torch.zeros(0)) and files.all_finite(torch.tensor(2.0)) and files.all_finite(torch.arange(3))
+    )
 
 
 @pytest.mark.parametrize("value", [70000.0, float("nan"), float("-inf")])

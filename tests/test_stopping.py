@@ -76,15 +76,19 @@ def assert_resume_is_bit_equal(words: list[str], whole: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CODES)
 def test_inside_a_window_the_last_finished_step_is_saved_and_the_resume_is_bit_equal(words, whole, tmp_path, name):
-    hook = at_call("train_pretrain.autocast", micro_batch(7, 2), name)
+    hook = at_call("train_pretrain.autocast", micro_batch(7, 1), name)
     finish(launch(words, hooks=[hook], log=tmp_path / "log"), expect=CODES[name])
     assert (saved_step(words), status_of(words)) == (6, "stopped")
     assert "Stopped at step 6. To go on: python train_pretrain.py --save_dir" in (tmp_path / "log").read_text()
     assert_resume_is_bit_equal(words, whole)
 
 
-def test_a_signal_in_the_update_lets_the_step_finish_and_begins_no_other(words, whole):
-    finish(launch(words, hooks=[at_call("train_pretrain.update_parameters", 6, "SIGTERM")]), expect=143)
+@pytest.mark.parametrize(
+    "place",
+    [at_call("train_pretrain.autocast", 12, "SIGTERM"), at_call("train_pretrain.update_parameters", 6, "SIGTERM")],
+)
+def test_a_signal_in_the_last_micro_batch_or_the_update_lets_the_step_finish_and_begins_no_other(words, whole, place):
+    finish(launch(words, hooks=[place]), expect=143)
     assert saved_step(words) == 6
     assert_resume_is_bit_equal(words, whole)
 
