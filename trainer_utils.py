@@ -171,6 +171,13 @@ def losses_of(model: nn.Module, batch: Batch, target_count: Tensor, config: Any)
     )
 
 
+def prepare_allocator() -> None:
+    """CUDA memory in segments that grow, instead of blocks of fixed size with holes between. Call before the first CUDA
+    work; what the user has set wins."""
+    if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 # --- seeds ---
 
 

@@ -9,7 +9,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-export TOKENIZERS_PARALLELISM=true HF_HUB_OFFLINE=1 PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+export TOKENIZERS_PARALLELISM=true HF_HUB_OFFLINE=1
 failures=0
 
 if [ "${1:-}" = "--cpu" ]; then
