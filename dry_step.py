@@ -65,9 +65,8 @@ def fit_batch_size(
         if not world.max([bool(failure)])[0]:  # all ranks
             assert measured is not None
             return windows, measured
-        measured = None
-        gc.collect()  # the failed attempt's tensors have gone with its traceback
         if world.device.type == "cuda":
+            gc.collect()  # the failed attempt's tensors have gone with its traceback
             torch.cuda.empty_cache()
         reason = f"--batch_size {windows.batch_size}: a step does not fit in memory ({failure or 'on another rank'})"
         if not may_halve:

@@ -647,7 +647,6 @@ def test_as_programs_mistakes_end_with_status_2_and_no_traceback(good, tmp_path)
         ([*base, "--learnin_rate", "1"], {}, "(did you mean learning_rate?)"),
         (["--config", str(tmp_path / "c.yaml")], {}, "unknown setting 'learnin_rate'"),
         (replaced(base, data_path=tmp_path / "d.jsonl", save_weight="new"), {}, "d.jsonl:2: invalid JSON"),
-        (base, {}, "holds a run already"),
         (base, {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"),
     ]
     before = contents(good)
