@@ -98,6 +98,9 @@ def main(argv: list[str] | None = None) -> int:
                 rate = found[variant][-1]["tokens_per_second"]
                 print(f"turn {turn + 1} {variant}: {rate:,.0f} useful tokens/s", file=sys.stderr, flush=True)
         print(table(found, variants, options), flush=True)
+        started: dict[str, float] = next((found[v][-1]["startup"] for v in variants if "startup" in found[v][-1]), {})
+        if started and not options.rows_only:
+            print("Start-up with a token cache: " + ", ".join(f"{name} {s:.1f} s" for name, s in started.items()))
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))
     return 0
@@ -116,8 +119,8 @@ def run_part(name: str, options: argparse.Namespace, words: list[str], **more: o
 
 
 def header(data: dict[str, Any], words: list[str]) -> str:
-    pairs = zip(words[::2], words[1::2], strict=False)
-    shown = " ".join(f"{name} {value}" for name, value in pairs if name not in ("--save_dir", "--cache_dir"))
+    settings = dict(zip(words[::2], words[1::2], strict=False))
+    shown = " ".join(f"{name} {value}" for name, value in settings.items() if not name.endswith("_dir"))
     return (
         f"Machine: {data['machine']}\n"
         f"Settings: {shown}\n"
@@ -177,31 +180,31 @@ def figures(entries: list[dict[str, Any]], plain: list[dict[str, Any]], flops: f
 
 
 def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
-    """Cost against size: seconds a million useful tokens, per unit of arithmetic, and memory."""
+    """Cost against size, a row as soon as it is known: time for a million useful tokens, and what it holds."""
     wanted = [*CURVES, "documents"] if options.curves == "all" else options.curves.split(",")
-    print(
-        "| varied | value | s / M tokens | MFLOP / token | GFLOP/s | peak GiB |\n|---|---:|---:|---:|---:|---:|",
-        flush=True,
-    )
-    for name in wanted:
-        for change in CURVES.get(name, []):
-            found = run_part("eager", options, words, **change)
-            rate, flops = found["tokens_per_second"], found["flops_per_token"]
-            value = ", ".join(map(str, change.values()))
-            cells = [value, f"{1e6 / rate:.1f}", f"{flops / 1e6:.1f}", f"{rate * flops / 1e9:.0f}"]
-            print(f"| {', '.join(change)} | {' | '.join(cells)} | {found['peak_memory_gib']:.2f} |", flush=True)
+
+    def show(*cells: object) -> None:
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+    show("varied", "to", "s / M tokens", "CPU s / M tokens", "MFLOP / token", "GFLOP / CPU s", "peak GiB")
+    show("---", *["---:"] * 6)
+    for change in (change for name in wanted for change in CURVES.get(name, [])):
+        found = run_part("eager", options, words, **change)
+        rate, by_cpu, flops = found["tokens_per_second"], found["tokens_per_cpu_second"], found["flops_per_token"]
+        cells = (1e6 / rate, 1e6 / by_cpu, flops / 1e6, by_cpu * flops / 1e9, found["peak_memory_gib"])
+        show(next(iter(change)), next(iter(change.values())), *(f"{cell:,.1f}" for cell in cells))
     if "documents" in wanted:
-        print("\n| documents | MB | preparation s | s / MB | peak GiB |\n|---:|---:|---:|---:|---:|", flush=True)
+        print(flush=True)
+        show("documents", "MB", "preparation s", "s / MB", "peak GiB")
+        show(*["---:"] * 5)
         lines = corpus_file(words).read_bytes().splitlines(keepends=True)
         for part in (8, 4, 2, 1):
             piece = Path(folder) / f"part{part}.jsonl"
             piece.write_bytes(b"".join(lines[: len(lines) // part]))
             found = run_part("data", options, words, data_path=piece, cache_dir=f"{folder}/cache{part}")
             mb, seconds = found["megabytes"], found["build_seconds"]
-            print(
-                f"| {len(lines) // part:,} | {mb:.1f} | {seconds:.2f} | {seconds / mb:.3f} | {found['peak_gib']:.2f} |",
-                flush=True,
-            )
+            figures_of = (mb, seconds, seconds / mb, found["peak_gib"])
+            show(f"{len(lines) // part:,}", *(f"{figure:.2f}" for figure in figures_of))
     return 0
 
 
@@ -263,7 +266,12 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
         **({} if options.no_save else {"save_seconds": watch.seconds["saving"]}),
         "shares": parts | {"other": 1 - sum(parts.values())},
         "first_step_seconds": watch.at[1] - begun,
-        "startup": {"import": imported - STARTED, "prepare": opened - imported, "begin": begun - opened},
+        "startup": {
+            "imports": imported - STARTED,
+            "checks and data": opened - imported,
+            "model and dry step": begun - opened,
+            "first step": watch.at[1] - begun,
+        },
         "peak_memory_gib": peak_memory_gib(run.world.device),
         "ceiling": matmul_flops(run.world.device, run.dtype),
         "datasheet": datasheet(run.world.device),
@@ -435,7 +443,7 @@ def measure_data(words: list[str]) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "ceiling": matmul_flops(device, dtype),
         "float32_ceiling": matmul_flops(device, torch.float32),
-        "copy_bytes": copy_bytes(device),
+        "copy_bytes": copied_bytes(device),
         "megabytes": megabytes,
         "build_seconds": built,
         "tokenizer_share": bare / built,
@@ -458,7 +466,7 @@ def matmul_flops(device: Any, dtype: Any) -> float:
     return best
 
 
-def copy_bytes(device: Any) -> float:
+def copied_bytes(device: Any) -> float:
     """Bytes a second read and written by a large copy."""
     import torch
 

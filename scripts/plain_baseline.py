@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 ROW = 340  # MiniMind's default row length
 
@@ -159,9 +159,8 @@ def train_plain(
     torch.manual_seed(seed)
     model = PlainModel(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    rows = iter(
-        endless(DataLoader(dataset, batch_size, shuffle=True, drop_last=True, pin_memory=device.type == "cuda"))
-    )
+    order = RandomSampler(dataset, num_samples=steps * accumulation_steps * batch_size)  # type: ignore[arg-type]
+    rows = iter(DataLoader(dataset, batch_size, sampler=order, pin_memory=device.type == "cuda"))
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 1) / steps)))
@@ -177,11 +176,6 @@ def train_plain(
         optimizer.zero_grad(set_to_none=True)
         after_step(step, int(targets), loss.item() * accumulation_steps)
     return model
-
-
-def endless(loader: Any) -> Any:
-    while True:
-        yield from loader
 
 
 class StepClock:
