@@ -1,0 +1,208 @@
+"""Checks before the first step: what they must let pass, and how they count. What they refuse is in test_bad_input."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+import preflight
+from config import Config, UserError
+from dataset.text_reader import DataError
+from files import CheckpointError
+from preflight import Findings, check_disk, check_memory, check_torchrun, folder_bytes, host_memory_bytes, local_ranks
+from runs import final_state, final_weights, launch, replaced, run_folder, same_bits, train
+from trainer_utils import environment_rank
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def failing(error: Exception):
+    def call() -> None:
+        raise error
+
+    return call
+
+
+def test_problems_of_all_kinds_are_gathered_in_order_and_other_errors_fly():
+    problems = Findings(["first"])
+    assert problems.of(lambda x: x + 1, 1) == 2
+    for error in (UserError(["a", "b"]), DataError("c"), CheckpointError("d")):
+        assert problems.of(failing(error)) is None
+    assert problems == ["first", "a", "b", "c", "d"]
+    with pytest.raises(ZeroDivisionError):
+        problems.of(failing(ZeroDivisionError()))
+
+
+# --- ranks ---
+
+WHOLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    def set_environment(**values: str) -> None:
+        for name in (*WHOLE, "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_environment
+
+
+def test_a_whole_torchrun_environment_and_none_at_all_pass(ranks):
+    ranks()
+    assert check_torchrun() == [] and environment_rank() == (0, 0, 1)
+    ranks(**WHOLE)
+    assert check_torchrun() == [] and environment_rank() == (1, 1, 2)
+    ranks(MASTER_ADDR="localhost", MASTER_PORT="29500", LOCAL_RANK="0")  # what some schedulers always set
+    assert check_torchrun() == []
+
+
+@pytest.mark.parametrize("missing", WHOLE)
+def test_each_missing_part_of_it_is_named(ranks, missing):
+    ranks(**{name: value for name, value in WHOLE.items() if name != missing})
+    (problem,) = check_torchrun()
+    assert f"but {missing} missing; start with torchrun or unset them" in problem
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["-1", "two", "1.0", "²"])
+def test_each_part_that_is_no_number_is_named_and_nothing_else_stumbles_over_it(ranks, name, value):
+    ranks(**{**WHOLE, name: value})
+    assert any(f"{name}={value!r} is not a number" in problem for problem in check_torchrun())
+    assert all(isinstance(part, int) for part in environment_rank())
+
+
+def test_the_ranks_of_this_machine_are_torchrun_s_count_or_at_least_mine(ranks):
+    ranks()
+    assert local_ranks() == 1
+    ranks(**WHOLE)
+    assert local_ranks() == 2
+    ranks(**WHOLE, LOCAL_WORLD_SIZE="8")
+    assert local_ranks() == 8
+
+
+def test_a_mistake_under_several_ranks_ends_all_of_them_with_status_2(arguments, tmp_path):
+    log = tmp_path / "log"
+    processes = launch(arguments, "--hidden_size", 33, ranks=2, log=str(log))
+    codes = []
+    for process in processes:  # the launcher would end the second, which waits a moment for that
+        process.join(60)
+        codes.append(process.exitcode)
+    assert codes == [2, 2]
+    assert "not divisible by" in log.read_text() and "Traceback" not in log.read_text()
+
+
+# --- memory and disk ---
+
+
+def model_of(parameters: int) -> torch.nn.Module:
+    return torch.nn.Linear(parameters, 1, bias=False, device="meta")
+
+
+def test_memory_counts_parameters_gradients_state_and_the_least_of_a_row_for_each_rank(monkeypatch, ranks):
+    config = Config(device="cpu", hidden_size=100, num_hidden_layers=10, max_seq_len=1000)
+    need = 16 * 1_000_000 + 4 * 100 * 10 * 1000
+    for there, local, problems in ((need, "1", 0), (need - 1, "1", 1), (2 * need, "2", 0), (2 * need - 1, "2", 1)):
+        ranks(**WHOLE, LOCAL_WORLD_SIZE=local)
+        monkeypatch.setattr(preflight, "host_memory_bytes", lambda there=there: there)
+        assert len(check_memory(config, model_of(1_000_000), 16 * 1_000_000)) == problems
+
+
+def test_where_memory_cannot_be_told_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(preflight, "host_memory_bytes", lambda: 0)
+    assert check_memory(Config(device="cpu"), model_of(10**12), 10**13) == []
+
+
+def test_a_container_s_limit_counts_where_it_is_lower(monkeypatch):
+    whole = host_memory_bytes()
+    assert whole > 2**28
+    for text, expected in (("max\n", None), ("1000000\n", 1_000_000), (f"{10**15}\n", None)):
+        monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert host_memory_bytes() == (expected or machine)
+
+
+def test_disk_counts_states_to_keep_and_two_more_and_weights_thrice(monkeypatch, tmp_path):
+    config = Config(save_dir=str(tmp_path), keep_checkpoints=3)
+    need = 5 * 1000 + 3 * 10
+    for free, problems in ((need, 0), (need - 1, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(0, 0, free))
+        assert len(check_disk(config, state_bytes=1000, weights_bytes=10)) == problems
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 30))
+    assert check_disk(Config(save_dir=str(tmp_path), save_state=0), 1000, 10) == []
+
+
+def test_what_a_run_holds_already_is_not_asked_for_again(arguments, monkeypatch):
+    """A disk with room for little more than this run's saves must let the run be resumed."""
+    train(arguments, "--stop_after", 5)
+    held = folder_bytes(run_folder(arguments))
+    need = 4 * 12 * 235_744 + 3 * 2 * 235_744
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, need - held + 1000))
+    train(arguments, "--from_resume", 1)
+    assert folder_bytes(run_folder(arguments) / "nowhere") == 0
+
+
+# --- what must pass ---
+
+
+def test_the_printed_command_resumes_a_run_whose_shape_does_not_go_with_the_default_heads(arguments, capsys):
+    words = replaced(arguments, hidden_size=36, num_attention_heads=3)
+    train(words, "--stop_after", 4)
+    printed = re.search(r"To go on: +python train_pretrain.py (.*)", capsys.readouterr().out)
+    assert printed
+    train(shlex.split(printed[1]))
+    assert final_state(words)["progress"]["step"] == 13
+
+
+def test_a_moved_run_folder_is_resumed_where_it_lies(arguments, tmp_path):
+    train(arguments, "--stop_after", 4)
+    shutil.move(tmp_path / "runs", tmp_path / "moved")
+    moved = replaced(arguments, save_dir=tmp_path / "moved")
+    train(["--save_dir", str(tmp_path / "moved"), "--hidden_size", "32", "--from_resume", "1"])
+    assert final_state(moved)["progress"]["step"] == 13
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_read_only_cache_folder_that_holds_the_cache_is_enough(arguments, tmp_path, monkeypatch):
+    train(arguments, "--stop_after", 1)
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "cache" not in Path(path).parts and allowed(path, mode))
+    train(arguments, "--overwrite", 1, "--stop_after", 1)
+
+
+def test_settings_of_a_yaml_file_may_be_more_than_a_short_run_needs(arguments, tmp_path):
+    """Only flags must act: a file serves runs of every length."""
+    (tmp_path / "c.yaml").write_text(
+        "save_interval: 1000\neval_interval: 1000\nwandb_project: mine\nmin_lr_ratio: 0.2\n"
+    )
+    words = [
+        word
+        for pair in zip(arguments[::2], arguments[1::2], strict=True)
+        if "save_interval" not in pair[0]
+        for word in pair
+    ]
+    train(words, "--config", tmp_path / "c.yaml", "--lr_schedule", "constant")
+
+
+def test_a_start_command_may_be_repeated_as_it_stands(arguments, tmp_path):
+    """Schedulers start the same line again: first from weights, then from the save, whether or not there is more."""
+    train(arguments, "--save_weight", "origin")
+    weights = run_folder(replaced(arguments, save_weight="origin"))
+    again = [*arguments, "--from_weight", str(weights), "--from_resume", "1", "--stop_after", "4"]
+    train(again)
+    after = final_weights(arguments)
+    shutil.rmtree(weights)  # no longer needed
+    train(again)
+    assert same_bits(after, final_weights(arguments)) and final_state(arguments)["progress"]["step"] == 4
+
+
+def test_flags_that_only_say_no_are_let_pass(arguments):
+    train(arguments, "--auto_batch", 0, "--eval_only", 0, "--use_wandb", 0, "--val_fraction", 0, "--from_resume", 0)
