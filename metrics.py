@@ -385,7 +385,7 @@ class RunRecord:
         """Note a start of the program that goes on from `step`, for whoever wants to do it again: settings (`config`),
         choices, environment. One that repeats the last one's is not noted; those of later steps belong to a branch that
         was left and go."""
-        start = {"step": step, **facts, "folder": os.getcwd()}  # relative paths begin there
+        start = {"step": step, **facts}
         with self._lock:
             starts = [old for old in self.data.get("starts", []) if old["step"] < step]
             if not starts or {**starts[-1], "step": step} != start or facts["config"]["resume_reset"] != "none":

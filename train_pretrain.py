@@ -26,7 +26,6 @@ if __name__ == "__main__":
     check_command_line()  # answers --help and misspelt options before torch is imported, which takes seconds
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -42,10 +41,11 @@ from run import Run, begin_run, prepare, resume_command, shown
 from saver import NonFinite
 from stopping import StopRequested, StopSignal, ignore_stop_signals
 from trainer_utils import (
-    World,
     autocast,
     environment_rank,
     init_distributed_mode,
+    is_echo,
+    leave_group,
     losses_of,
     peak_memory_gib,
     set_learning_rate,
@@ -310,18 +310,13 @@ def fail(run: Run | None, stop: StopSignal, error: BaseException) -> int:
         print(f"Error: {error}", file=sys.stderr, flush=True)
     elif world_size == 1:
         raise error
-    elif not stop.received:
+    elif not (stop.received and is_echo(error)):
         print(f"Rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
     if world_size > 1:
         os._exit(1)  # at once: the launcher ends the other ranks, which may wait for this one in a collective
     return 1
-
-
-def is_echo(error: BaseException) -> bool:
-    """True for what a collective raises when another rank has gone."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
 
 
 def save_and_leave(run: Run | None, stop: StopSignal) -> int:
@@ -397,12 +392,6 @@ def set_status(run: Run, status: str) -> None:
             run.saver.files.record.update(status=status, progress=asdict(run.state.progress))
         except SaveFailed as error:
             print(f"Warning: {error}", file=sys.stderr)
-
-
-def leave_group(world: World) -> None:
-    if world.size > 1:
-        dist.barrier(group=world.side_group)  # all ranks: none may tear down what another still reads
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

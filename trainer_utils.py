@@ -178,6 +178,18 @@ def prepare_allocator() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+def leave_group(world: World) -> None:
+    """All ranks must call: none may tear down what another still reads."""
+    if world.size > 1:
+        dist.barrier(group=world.side_group)
+        dist.destroy_process_group()
+
+
+def is_echo(error: BaseException) -> bool:
+    """True for what a collective raises when another rank has gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
+
+
 # --- seeds ---
 
 

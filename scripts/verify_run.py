@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -96,15 +95,14 @@ def train_again(start: dict[str, Any], folder: Path, begin: int, end: int) -> No
     if begin:
         flags |= {"from_resume": 1, "resume_reset": config.get("resume_reset", "none")}
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    run_trainer(words, choices["world_size"], start["folder"])
+    run_trainer(words, choices["world_size"])
 
 
-def run_trainer(words: list[str], ranks: int, folder: str) -> None:
-    """The trainer as a program, in the folder where the relative paths of its settings begin."""
+def run_trainer(words: list[str], ranks: int) -> None:
+    """The trainer as a program of its own."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *launcher, str(ROOT / "train_pretrain.py"), *words],
-        cwd=folder if os.path.isdir(folder) else None,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torture import Attempts, die_at_the_edges, saved_step, tortured_run
+from torture import Attempts, die_at_the_edges, saved_step, tortured_run, unfinished
 
 from checkpoint import find_checkpoints, verify_checkpoint
 from runs import run_folder
@@ -26,4 +26,5 @@ def test_killed_at_every_edge_the_weights_losses_and_rows_are_those_of_the_run_l
     die_at_the_edges(run, steps // 2, times)
     assert run.kills == 6 * times + 1
     assert run.same_as(whole)
+    assert unfinished(words) == set()  # what the killed left half written is gone
     assert all(verify_checkpoint(folder) == [] for _, folder in find_checkpoints(run_folder(words) / "resume"))

@@ -431,6 +431,28 @@ def test_the_saved_dtype_is_taken_again_where_auto_would_now_choose_another(argu
     assert final_state(words)["choices"]["dtype"] == "float32"
 
 
+def test_a_float16_run_resumes_bit_for_bit_with_its_gradient_scale(arguments):
+    words = replaced(arguments, dtype="float16")
+    train(words, "--save_weight", "whole")
+    for stop in (3, 8, 0):
+        train(words, "--from_resume", 1, "--stop_after", stop)
+    whole = replaced(words, save_weight="whole")
+    assert same_bits(final_weights(words), final_weights(whole))
+    assert final_state(words)["scaler"] == final_state(whole)["scaler"]
+    assert final_state(words)["scaler"]["_growth_tracker"] > 8  # counted through the resumes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_run_with_deterministic_kernels_resumes_bit_for_bit(arguments):
+    words = replaced(arguments, device="cuda", dtype="bfloat16", dropout=0.1, deterministic=1)
+    finish(launch(words, "--save_weight", "whole"))
+    for stop in (3, 8, 0):
+        finish(launch(words, "--from_resume", 1, "--stop_after", stop))
+    assert same_bits(final_weights(words), final_weights(replaced(words, save_weight="whole")))
+    assert logged(words) == logged(replaced(words, save_weight="whole"))
+
+
 def test_deterministic_kernels_are_on_when_asked_for_and_resume_bit_for_bit(arguments):
     try:
         train(arguments, "--deterministic", 1, "--save_weight", "whole")

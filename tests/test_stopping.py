@@ -170,6 +170,24 @@ def test_a_signal_to_the_whole_process_group_with_loader_workers_is_a_clean_stop
     assert_resume_is_bit_equal(words, whole)
 
 
+@pytest.mark.slow
+def test_a_signal_while_the_model_compiles_is_served_at_once(words, whole, tmp_path):
+    log = tmp_path / "log"
+    more = ["--use_compile", 1]
+    (process,) = launch(
+        without(words, "use_compile"), *more, log=log, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor")
+    )
+    while process.exitcode is None and "Compiled: decoder blocks" not in (log.read_text() if log.exists() else ""):
+        time.sleep(0.05)
+    time.sleep(2.0)
+    assert count_steps(log) == 0  # the first step is being compiled
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    finish([process], expect=143)
+    assert time.monotonic() - began < 11
+    assert (saved_step(words), status_of(words)) == (0, "stopped")
+
+
 def test_a_signal_after_the_last_step_lets_the_run_end_well(words, whole):
     finish(launch(words, hooks=[at_call("train_pretrain.finish", 1, "SIGTERM")]))
     assert status_of(words) == "finished"

@@ -27,7 +27,7 @@ def honest(tmp_path_factory) -> list[str]:
 @pytest.fixture
 def here(monkeypatch) -> None:
     """The trainer is called in this process, which is quicker than starting one."""
-    monkeypatch.setattr(verify_run, "run_trainer", lambda words, ranks, folder: train(words))
+    monkeypatch.setattr(verify_run, "run_trainer", lambda words, ranks: train(words))
 
 
 @pytest.fixture
