@@ -80,11 +80,11 @@ def start_weights(config: Config, tokenizer_digest: str, model: MiniMindForCausa
         made_with = read_json(path / "config.json")
     else:
         weights, card = read_weights(path)
-        made_with = (card or {}).get("config", {})
+        made_with = mapping(mapping(card).get("config"))
     check_tokenizer(config, path, card, tokenizer_digest)
     check_make(path, made_with, model.config.to_dict())
     head, embedding = weights.pop("lm_head.weight", None), weights.get("model.embed_tokens.weight")
-    if head is not None and (embedding is None or not torch.equal(head, embedding)):
+    if head is not None and (embedding is None or not torch.equal(head.float(), embedding.float())):
         raise UserError(f"--from_weight {path}: its output head is not tied to its embedding; this model's is")
     return path, {name: tensor.to(dtype) for name, tensor in weights.items()}
 
@@ -93,15 +93,25 @@ def check_make(path: Path, made_with: dict[str, Any], wanted: dict[str, Any]) ->
     """Raise UserError where the weights were made with other model options, the rotary base, which no shape betrays,
     among them."""
     if made_with.get("rope_theta") is None:  # where transformers 5 writes it
-        made_with = made_with | {"rope_theta": (made_with.get("rope_parameters") or {}).get("rope_theta")}
+        made_with = made_with | {"rope_theta": mapping(made_with.get("rope_parameters")).get("rope_theta")}
     names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size rope_theta use_moe"
     differing = [
-        f"--{name} {made_with[name]} (not {wanted[name]})"
+        f"--{name} {shown_option(made_with[name])} (not {shown_option(wanted[name])})"
         for name in names.split()
         if made_with.get(name) is not None and made_with[name] != wanted[name]
     ]
     if differing:
         raise UserError(f"--from_weight {path}: another model; it was made with {', '.join(differing)}; give these")
+
+
+def shown_option(value: Any) -> Any:
+    """As one types it: switches are 0 and 1."""
+    return int(value) if isinstance(value, bool) else value
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """What a JSON file of another program holds where it should hold an object; empty if it does not."""
+    return value if isinstance(value, dict) else {}
 
 
 def find_weights(config: Config) -> Path:
@@ -125,7 +135,7 @@ def read_hugging_face(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     index = folder / "model.safetensors.index.json"
-    names = set(map(str, read_json(index).get("weight_map", {}).values())) or {"model.safetensors"}
+    names = set(map(str, mapping(read_json(index).get("weight_map")).values())) or {"model.safetensors"}
     missing = [name for name in sorted(names) if not (folder / name).is_file()]
     if missing:
         raise UserError(f"--from_weight {folder}: {', '.join(missing)} missing; save the model as safetensors")
@@ -146,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(f"--from_weight {path}: is not readable JSON ({error}); fetch it again") from None
-    return value if isinstance(value, dict) else {}
+    return mapping(value)
 
 
 def check_tokenizer(config: Config, path: Path, card: dict[str, Any] | None, digest: str) -> None:

@@ -494,7 +494,7 @@ CASES = [
     # --from_weight
     flag("--from_weight nothing", "--from_weight nothing: no weights there; looked for"),
     flag(f"{WARM} --num_hidden_layers 3", "another model", "--num_hidden_layers 2 (not 3); give these"),
-    flag(f"{WARM} --hidden_size 64 --use_moe 1", "--hidden_size 32 (not 64)", "--use_moe False (not True)"),
+    flag(f"{WARM} --hidden_size 64 --use_moe 1", "--hidden_size 32 (not 64)", "--use_moe 0 (not 1)"),
     flag(f"{WARM} --rope_theta 10000", "--rope_theta 1000000.0 (not 10000.0)"),
     Case(
         "weights: another tokenizer",
@@ -545,6 +545,18 @@ CASES = [
         "--from_weight . --tokenizer_path model",
         ["model.safetensors.index.json: is not readable JSON"],
         {"config.json": b"{}", "model.safetensors.index.json": b"{"},
+    ),
+    Case(
+        "weights: a Hugging Face folder of odd JSON",
+        "--from_weight . --tokenizer_path model",
+        ["model.safetensors missing"],
+        {"config.json": b'{"rope_parameters": [1]}', "model.safetensors.index.json": b'{"weight_map": [1]}'},
+    ),
+    Case(
+        "weights: a state dict of another program",
+        "--from_weight w.pth --tokenizer_path model",
+        ["--from_weight", "w.pth: the saved parameters are those of another architecture"],
+        setup=lambda place: torch.save({"encoder.weight": torch.ones(2)}, "w.pth"),
     ),
     Case(
         "weights: a Hugging Face folder with broken tensors",
