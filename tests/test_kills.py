@@ -9,7 +9,9 @@ from checkpoint import find_checkpoints, verify_checkpoint
 from runs import run_folder
 
 
-@pytest.mark.parametrize(("moe", "ranks", "times"), [(0, 1, 2), (1, 1, 1), (0, 2, 1), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("moe", "ranks", "times"), [(0, 1, 2), (1, 1, 1), (0, 2, 1), pytest.param(1, 2, 2, marks=pytest.mark.slow)]
+)
 def test_killed_at_every_edge_the_weights_losses_and_rows_are_those_of_the_run_left_alone(tmp_path, moe, ranks, times):
     words = tortured_run(tmp_path, 130, use_moe=moe)
     whole = Attempts([*words, "--save_weight", "whole"], ranks, tmp_path)

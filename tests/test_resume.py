@@ -96,7 +96,7 @@ def test_a_state_of_two_ranks_goes_on_with_one_and_says_what_is_no_longer_bit_ex
 def test_two_ranks_resumed_as_two_give_the_same_bits_with_dropout(arguments):
     words = four_rows(arguments, batch_size=1, dropout=0.1)
     finish(launch(words, "--save_weight", "whole", ranks=2))
-    for stop in (3, 12, 0):
+    for stop in (3, 0):
         finish(launch(words, "--from_resume", 1, "--stop_after", stop, ranks=2))
     assert same_bits(final_weights(words), final_weights(replaced(words, save_weight="whole")))
     assert logged(words) == logged(replaced(words, save_weight="whole"))

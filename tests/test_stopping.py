@@ -173,10 +173,8 @@ def test_a_signal_to_the_whole_process_group_with_loader_workers_is_a_clean_stop
 @pytest.mark.slow
 def test_a_signal_while_the_model_compiles_is_served_at_once(words, whole, tmp_path):
     log = tmp_path / "log"
-    more = ["--use_compile", 1]
-    (process,) = launch(
-        without(words, "use_compile"), *more, log=log, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor")
-    )
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    (process,) = launch(replaced(words, use_compile=1), log=log, **cache)
     while process.exitcode is None and "Compiled: decoder blocks" not in (log.read_text() if log.exists() else ""):
         time.sleep(0.05)
     time.sleep(2.0)
