@@ -247,6 +247,7 @@ def describe_changes(config: Config, saved: dict[str, Any], state: TrainingState
     if saved["identity"]["validation_fingerprint"] != state.identity["validation_fingerprint"]:
         lines.append("  validation texts: others than before; the best score starts anew")
     was, now = circumstances(saved), circumstances({"choices": state.choices, "environment": state.environment})
+    was["rows in a micro-batch"], now["rows in a micro-batch"] = saved["batch_size"], windows.batch_size
     others = [f"{name} {was.get(name)} -> {now[name]}" for name in now if was.get(name) != now[name]]
     if others:
         dropout = "; dropout draws otherwise" if config.dropout and was["world_size"] != now["world_size"] else ""

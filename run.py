@@ -278,7 +278,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     config, checkpoint = prepared.config, prepared.checkpoint
     refuse(differences_between_ranks(prepared, world))  # all ranks
     set_deterministic(bool(config.deterministic))
-    choices = resolve_choices(config, world, checkpoint)
+    choices, kept = resolve_choices(config, world, checkpoint)
     dtype = getattr(torch, choices["dtype"])
     with memory_errors("the model"):
         model = prepared.model.to(world.device)
@@ -292,7 +292,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         model, optimizers, scaler, prepared.progress, prepared.windows, prepared.schedule, DivergenceWatch(),
         prepared.identity, choices, environment, capture_rng(world.device),
     )  # fmt: skip
-    notes = start_page(prepared, world.size, state) + measured
+    notes = start_page(prepared, world.size, state) + kept + measured
     if checkpoint:
         notes += state.restore(checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
     state.model = wrapped = distribute(model, world)  # all ranks
@@ -377,20 +377,24 @@ def differences_between_ranks(prepared: Prepared, world: World) -> list[str]:
     ]
 
 
-def resolve_choices(config: Config, world: World, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """What `auto` comes to. A resume takes the saved run's choices where they were not said anew: other kernels or
-    another thread count would give other bits."""
-    saved = checkpoint.state["choices"] if checkpoint else {}
+def resolve_choices(config: Config, world: World, checkpoint: Checkpoint | None) -> tuple[dict[str, Any], list[str]]:
+    """(what `auto` comes to, what to print about it). A resume takes the saved run's choices where they were not said
+    anew: other kernels or another thread count would give other bits."""
+    saved, notes = checkpoint.state["choices"] if checkpoint else {}, []
     dtype = choose_dtype(config.dtype, world.device) if config.dtype != "auto" or not saved else saved["dtype"]
     same_place = saved and (saved["device"], saved["world_size"]) == (world.device.type, world.size)
+    offered = torch.get_num_threads()
     if threads := config.threads or (saved["threads"] if same_place else 0):
         torch.set_num_threads(threads)
-    return {
+        if threads != (config.threads or offered):
+            notes.append(f"Threads: {threads} as in the saved run; --threads {offered} is what this start was offered")
+    choices = {
         "dtype": str(dtype).removeprefix("torch."),
         "device": world.device.type,
         "threads": torch.get_num_threads(),
         "world_size": world.size,
     }
+    return choices, notes
 
 
 @contextmanager
