@@ -16,8 +16,8 @@ from config import UserError
 from trainer_utils import World
 
 # What was measured, or may be expected (CUDA), for `auto`: seconds before the first step, share of a step saved.
-COMPILE_SECONDS = {"cpu": 40.0, "cuda": 60.0}
-SHARE_SAVED = {"cpu": 0.13, "cuda": 0.2}
+COMPILE_SECONDS = {"cpu": 30.0, "cuda": 60.0}
+SHARE_SAVED = {"cpu": 0.1, "cuda": 0.2}
 MARGIN = 2.0  # compile only where it is repaid this many times
 
 
