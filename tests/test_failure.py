@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import small_run, write_corpus
 
 import files
@@ -24,6 +26,7 @@ import train_pretrain
 from checkpoint import find_checkpoints, verify_checkpoint
 from hooks import at_call, spoil_loss
 from metrics import DivergenceWatch, read_metrics
+from trainer_utils import meet
 from runs import (
     ROOT,
     environment,
@@ -315,6 +318,17 @@ def torchrun(words: list[str], rank: int, call: list[Any], *options: str) -> lis
 
 def two_ranks(words: list[str]) -> list[str]:
     return without(replaced(words, batch_size=1, global_batch_size=4), "accumulation_steps")
+
+
+def test_ranks_that_start_again_on_the_same_store_never_see_what_an_earlier_start_left():
+    store = dist.HashStore()
+    store.set("hello/1", "of a rank that was killed")
+    for start in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            parts = list(pool.map(lambda rank: meet(store, rank, 3), range(3)))
+        assert not any(part.check(["address"]) for part in parts)
+        parts[0].set("address", str(start))
+        assert [part.get("address") for part in parts] == [str(start).encode()] * 3
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
