@@ -26,7 +26,6 @@ import train_pretrain
 from checkpoint import find_checkpoints, verify_checkpoint
 from hooks import at_call, spoil_loss
 from metrics import DivergenceWatch, read_metrics
-from trainer_utils import meet
 from runs import (
     ROOT,
     environment,
@@ -41,6 +40,7 @@ from runs import (
     train,
     without,
 )
+from trainer_utils import meet
 
 
 @pytest.fixture(scope="module")
