@@ -348,11 +348,12 @@ def test_a_rank_that_raises_ends_the_job_within_45_seconds_with_its_traceback_fi
         assert record(words)["status"] == "failed"
 
 
-def test_torchrun_restarts_after_a_rank_was_killed_and_ends_with_the_right_weights(words):
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_torchrun_restarts_after_a_rank_was_killed_and_ends_with_the_right_weights(words, rank):
     words = two_ranks(words)
     finish(launch(words, "--save_weight", "whole", ranks=2))
     call = ["train_pretrain.update_parameters", 8, "SIGKILL"]
-    command = [*torchrun(words, 1, call, "--max-restarts", "3"), "--from_resume", "1"]
+    command = [*torchrun(words, rank, call, "--max-restarts", "3"), "--from_resume", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Resuming" in done.stdout
