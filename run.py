@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import Checkpoint, clean_leftovers, load_newest
-from compiling import choose_compile, compile_blocks
+from compiling import choose_compile, compile_model
 from config import (
     ONE_START_ONLY,
     OPTIONS,
@@ -343,7 +343,7 @@ def compile_if_worth(prepared: Prepared, model: nn.Module, choices: dict[str, An
     seconds = None if config.eval_only else prepared.plan.estimated_seconds
     choices["compile"], line = choose_compile(config.use_compile, saved, seconds, world)  # all ranks
     if choices["compile"]:
-        compile_blocks(model)
+        compile_model(model, with_loss=world.device.type == "cuda")
     return [line] if line else []
 
 

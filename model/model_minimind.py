@@ -311,6 +311,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         config = config or MiniMindConfig()
         super().__init__(config)
         self.attention_backend = "auto"  # auto, sdpa, documents or varlen: see model/attention.py
+        self.cross_entropy = linear_cross_entropy_sum  # a compiled one may take its place
         self.model = MiniMindModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -425,7 +426,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         label_smoothing: float,
         z_loss: float,
     ) -> None:
-        total, cross_entropy = linear_cross_entropy_sum(
+        total, cross_entropy = self.cross_entropy(
             hidden.flatten(0, 1),
             self.lm_head.weight,
             targets.flatten(),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import compiling
-from compiling import COMPILE_SECONDS, MARGIN, SHARE_SAVED, choose_compile, compile_blocks, compiler_problem, uncompiled
+from compiling import COMPILE_SECONDS, MARGIN, SHARE_SAVED, choose_compile, compile_model, compiler_problem, uncompiled
 from config import UserError, load_config
 from dataset.lm_dataset import MISSING_ROW
 from model.attention import document_boundaries
@@ -104,12 +104,32 @@ def test_texts_of_many_lengths_compile_nothing():
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
     model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
-    compile_blocks(model)
+    compile_model(model, with_loss=True)
     before = graphs()
     with uncompiled(), torch.no_grad():
         for length in (3, 4, 5):
             model(torch.zeros(1, length, dtype=torch.long))
     assert graphs() == before
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}])
+def test_the_compiled_loss_and_its_gradients_are_those_of_the_plain_one(extra):
+    from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(hidden_size=32, num_hidden_layers=1, vocab_size=300))
+    input_ids = torch.randint(300, (2, 40))
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            compile_model(model, with_loss=True)
+        model.zero_grad()
+        out = model(input_ids, targets=input_ids.roll(-1, 1), **extra)
+        out.loss.backward()
+        found.append((out.loss.detach(), out.logits_loss.detach(), *(p.grad for p in model.parameters())))
+    assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(*found, strict=True))
 
 
 @needs_compiler
