@@ -5,10 +5,12 @@
     python scripts/benchmark.py --curves all                         # cost against documents, row length, layers, width
     python scripts/benchmark.py --quick                              # tiny: does it run?
 
-Every option of train_pretrain.py may be given too. Work is counted in useful tokens: targets predicted, no padding.
-Each figure comes from a process of its own that trains with the real loop on real rows and logs every step, the
-variants in turn (A B C A B C), each beside the machine's ceiling at that moment: a large matrix product in the
-training's dtype. The plain baseline is scripts/plain_baseline.py. Ratios are medians over the turns.
+Every option of train_pretrain.py may be given too; --data_path is one .jsonl file here.
+
+Work is counted in useful tokens: targets predicted, no padding. Each figure comes from a process of its own that trains
+with the real loop on real rows and logs every step, the variants in turn (A B C A B C), each beside the machine's
+ceiling at that moment: a large matrix product in the training's dtype. The plain baseline is scripts/plain_baseline.py.
+Ratios are medians over the turns.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"turn {turn + 1} {variant}: {rate:,.0f} useful tokens/s", file=sys.stderr, flush=True)
         print(table(found, variants, options), flush=True)
         started: dict[str, float] = next((found[v][-1]["startup"] for v in variants if "startup" in found[v][-1]), {})
-        if started and not options.rows_only:
+        if started and not options.label:
             print("Start-up with a token cache: " + ", ".join(f"{name} {s:.1f} s" for name, s in started.items()))
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))

@@ -18,7 +18,7 @@ if [ "${1:-}" = "--cpu" ]; then
     dense="$toy" experts="$toy --use_moe 1" billion="$toy --hidden_size 64"
     batch() { echo "--max_seq_len $(($1 / 16)) --batch_size 2"; }
 else
-    budget=${1:-470} device=cuda variants=eager,compiled steps=8
+    budget=${1:-470} device=cuda variants="eager compiled" steps=8
     common="--num_hidden_layers 8 --hidden_size 768 --accumulation_steps 4 --device cuda"
     dense="$common" experts="$common --use_moe 1"
     billion="--hidden_size 2048 --num_hidden_layers 20 --num_attention_heads 16 --num_key_value_heads 8
@@ -42,23 +42,26 @@ bench() {  # label, variants, options...
     local label=$1 which=$2
     shift 2
     if [ "$(left)" -lt 25 ]; then
-        echo "| $label | not run: out of time |"
+        echo "| $label $which | not run: out of time |"
         return
     fi
     timeout "$(left)" "$PYTHON" scripts/benchmark.py --pairs 1 --warmup 2 --steps "$steps" --no_save --label "$label" \
-        --variants "$which" --cache_dir "$cache" "$@" 2>>"$cache/log" ||
-        { echo "| $label | failed |"; tail -n 15 "$cache/log"; failures=$((failures + 1)); }
+        --variants "$which" --cache_dir "$cache" "$@" 2>"$cache/log" ||
+        { echo "| $label $which | failed |"; tail -n 15 "$cache/log"; failures=$((failures + 1)); }
 }
 
 echo "## Benchmark"
-# shellcheck disable=SC2046,SC2086  # the options are words
-{
-    bench "64 M, 512" "plain,$variants" $dense $(batch 512)
-    bench "1 B, 512" "$variants" --rows_only $billion $(batch 512)
-    bench "64 M, 2048" "$variants" --rows_only $dense $(batch 2048)
-    bench "experts, 512" "$variants" --rows_only $experts $(batch 512)
-    bench "1 B, 2048" "$variants" --rows_only $billion $(batch 2048)
-    bench "experts, 2048" "$variants" --rows_only $experts $(batch 2048)
-}
+first="plain,"
+for variant in $variants; do  # all of them uncompiled before the first compiled one: compiling takes most of the time
+    for rows in 512 2048; do
+        # shellcheck disable=SC2046,SC2086  # the options are words
+        {
+            bench "64 M, $rows:" "$first$variant" $([ -z "$first" ] && echo --rows_only) $dense $(batch $rows)
+            bench "1 B, $rows:" "$variant" --rows_only $billion $(batch $rows)
+            bench "experts, $rows:" "$variant" --rows_only $experts $(batch $rows)
+        }
+        first=""
+    done
+done
 echo "Done in $SECONDS s on $device, $failures failed"
 exit $((failures > 0))
