@@ -62,7 +62,6 @@ def run_experts(x: Tensor, routing: Routing, experts: Sequence[Any]) -> Tensor:
     return (gathered * routing.weights.unsqueeze(-1).to(gathered.dtype)).sum(dim=1)
 
 
-@torch.compiler.disable  # counts differ in every batch; as fast as with dynamic shapes, and nothing is ever recompiled
 @torch.compiler.disable  # sizes that change with every batch: compiled code would be compiled again and again
 def contiguous_slices(ordered: Tensor, ends: Tensor, experts: Sequence[Any]) -> Tensor:
     """Each expert on its own rows of `ordered`; the host must know the counts, which on CUDA makes it wait."""
@@ -75,7 +74,8 @@ def grouped_products_run_on(ordered: Tensor, experts: Sequence[Any]) -> bool:
     if ordered.device.type != "cuda" or compute_dtype(ordered) != torch.bfloat16:
         return False
     sizes_fit = all(size % 8 == 0 for size in experts[0].gate_proj.weight.shape)
-    return sizes_fit and torch.cuda.get_device_capability(ordered.device) >= (8, 0)
+    # Not get_device_capability: a compiler cannot look through that.
+    return sizes_fit and torch.cuda.get_device_properties(ordered.device).major >= 8
 
 
 def grouped_products(ordered: Tensor, ends: Tensor, experts: Sequence[Any]) -> Tensor:
