@@ -165,7 +165,11 @@ def check_combinations(config: Config) -> list[str]:
     has_val = bool(config.val_path) or config.val_fraction > 0 or config.uses_sample
     no_val = "there are no validation texts; give --val_path or --val_fraction"
     rules = [
-        ({"epochs", "max_steps"} <= given and config.max_steps > 0, "epochs", "--max_steps replaces it; give one"),
+        (
+            "epochs" in given and config.max_steps > 0,
+            "epochs",
+            f"--max_steps {config.max_steps} replaces it; give one (--max_steps 0 goes by epochs)",
+        ),
         (
             {"accumulation_steps", "global_batch_size"} <= given and config.global_batch_size > 0,
             "accumulation_steps",

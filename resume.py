@@ -137,6 +137,8 @@ def check_identity(config: Config, state: dict[str, Any], identity: dict[str, An
         "rows": ("data_path", "the same texts must give the same rows"),
     }
     for key, (flag, remedy) in remedies.items():
+        if key == "rows" and problems:
+            continue  # other texts have other rows
         if key in identity and state["identity"][key] != identity[key]:
             value = getattr(config, flag)
             problems.append(

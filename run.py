@@ -70,6 +70,7 @@ from trainer_utils import (
     build_optimizers,
     choose_dtype,
     environment_rank,
+    is_torchrun_worker,
     prepare_allocator,
     set_deterministic,
     setup_seed,
@@ -490,12 +491,12 @@ def start_page(prepared: Prepared, world_size: int, state: TrainingState) -> lis
     changed = [f"{name}={getattr(config, name)}" for name in OPTIONS if getattr(config, name) != OPTIONS[name].default]
     lines = [
         f"Settings: {', '.join(changed) or 'all defaults'}",
-        f"Device: {choices['device']}, {choices['dtype']}, {choices['threads']} threads, {world_size} ranks",
+        f"Device: {choices['device']}, {choices['dtype']}, threads: {choices['threads']}, ranks: {world_size}",
         f"Data: {ledger_line(prepared.dataset)}",
     ]
     if prepared.validation:
         lines.append(f"Validation: {ledger_line(prepared.validation)}")
-    lines += prepared.plan.lines(world_size)
+    lines += prepared.plan.lines(world_size)[: 1 if config.eval_only else None]
     if checkpoint:
         lines.append(f"Resuming {checkpoint.folder}")
         changes = describe_changes(config, checkpoint.state, state)
@@ -529,10 +530,14 @@ def shown(path: Path) -> str:
 
 
 def resume_command(config: Config) -> str:
-    """The command line that goes on with this run from the current folder."""
-    words = ["python", "train_pretrain.py"]
+    """The command line that goes on with this run from the current folder: the same launcher, ranks and run."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") if is_torchrun_worker() else None
+    words = ["torchrun", "--nproc_per_node", ranks] if ranks else ["python"]
+    words.append(shown(ROOT / "train_pretrain.py"))
     for name in ("config", "save_dir", "save_weight", "hidden_size", "use_moe"):
         value = getattr(config, name)
-        if value != OPTIONS[name].default:
+        if value != OPTIONS[name].default and (config.save_state or name != "save_weight"):
             words += [f"--{name}", str(value)]
+    if not config.save_state:  # no state to resume: its weights can begin another run
+        return shlex.join([*words, "--from_weight", config.save_weight, "--save_weight", "NEW"])
     return shlex.join([*words, "--from_resume", "1"])

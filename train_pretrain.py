@@ -13,6 +13,8 @@ import io
 import json
 import math
 import os
+import shlex
+import signal
 import sys
 import time
 import traceback
@@ -20,10 +22,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from config import SAMPLE_FOLDER, Config, UserError, check_command_line, load_config, report
+from config import ROOT, SAMPLE_FOLDER, Config, UserError, check_command_line, load_config, report
 
 if __name__ == "__main__":
     check_command_line()  # answers --help and misspelt options before torch is imported, which takes seconds
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until StopSignal takes over there is nothing to say
 
 import torch
 from torch import Tensor
@@ -105,6 +108,8 @@ def train(run: Run) -> None:
     progress = run.state.progress
     if progress.step > progress.evaluated_step and evaluation_is_due(run) and evaluate_and_log(run):
         run.saver.save(best=True)  # all ranks; a stop had come between this step and its evaluation
+    if run.is_finished:
+        run.console.print(f"Nothing left to do: the run is at its last step, {progress.step}.")
     while not run.is_finished:
         train_epoch(run, run.state.windows.epoch(progress.rows_seen))
     with run.stop.saving():
@@ -349,8 +354,10 @@ def finish(run: Run) -> int:
             run.console.print(f"--- sample {number} ---\n{text}")
     weights = shown(config.run_folder / f"{config.run_name}.pth")
     run.console.print(f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {weights}")
-    run.console.print(f"To go on:    {resume_command(config)}")
-    run.console.print(f"To generate: python scripts/generate.py --load {shown(config.run_folder)}")
+    longer = f" --{'max_steps' if config.max_steps else 'epochs'} N" if whole and config.save_state else ""
+    run.console.print(f"To go on:    {resume_command(config)}{longer}")
+    generate = ["python", shown(ROOT / "scripts" / "generate.py"), "--load", shown(config.run_folder)]
+    run.console.print(f"To generate: {shlex.join(generate)}")
     run.tracker.finish()
     leave_group(run.world)
     return 0

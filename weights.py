@@ -127,7 +127,8 @@ def find_weights(config: Config) -> Path:
         if os.path.isfile(inside):
             return inside
     tried = ", ".join(map(str, candidates))
-    raise UserError(f"--from_weight {config.from_weight}: no weights there; looked for {tried}; check the name")
+    flag = "save_weight" if config.from_weight == config.save_weight and config.eval_only else "from_weight"
+    raise UserError(f"--{flag} {config.from_weight}: no weights there; looked for {tried}; check the name")
 
 
 def read_hugging_face(folder: Path) -> dict[str, Tensor]:

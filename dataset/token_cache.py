@@ -230,9 +230,10 @@ def _build(folder: Path, request: _Request, say: Callable[[str], None], progress
 def _progress_bar(total: int, progress: bool) -> Any:
     from tqdm import tqdm
 
-    often = 0.5 if sys.stderr.isatty() else 10  # seconds; a log file wants fewer lines
     unit = functools.partial(tqdm, unit="B", unit_scale=True)
-    return unit(total=total, desc="tokenising", disable=not progress, mininterval=often, leave=False)
+    return unit(
+        total=total, desc="tokenising", disable=not (progress and sys.stderr.isatty()), mininterval=0.5, leave=False
+    )
 
 
 def _no_document(request: _Request, ledger: dict) -> str:

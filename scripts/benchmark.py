@@ -212,8 +212,12 @@ def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
 
 def corpus_file(words: list[str]) -> Path:
     from config import load_config, resolve_path
+    from run import make_bundled_sample
 
-    return resolve_path(load_config(words).data_path)
+    config = load_config(words)
+    if config.uses_sample:
+        make_bundled_sample()
+    return resolve_path(config.data_path)
 
 
 # --- the children: each measures one thing and prints one line of JSON ---
