@@ -359,7 +359,7 @@ CASES = [
     flag("--hidden_size 30 --num_attention_heads 2", "2 heads of 15; rotary positions need an even head size"),
     flag("--hidden_size 100000", "--hidden_size 100000: too large"),
     # settings that cannot act together
-    flag("--epochs 1 --max_steps 5", "--epochs 1: --max_steps replaces it; give one"),
+    flag("--epochs 1 --max_steps 5", "--epochs 1: --max_steps 5 replaces it; give one"),
     flag("--accumulation_steps 2 --global_batch_size 4", "--accumulation_steps 2: --global_batch_size derives it"),
     flag("--batch_size 8 --global_batch_size 4", "--batch_size 8: a step has --global_batch_size 4 rows"),
     flag("--val_path {good}/corpus.jsonl --val_fraction 0.1", "--val_fraction 0.1: --val_path is given already"),

@@ -261,11 +261,27 @@ def test_extending_a_finished_run_by_an_epoch_trains_that_epoch_in_full(argument
     assert max(logged(arguments)) == 26
 
 
-def test_resuming_a_finished_run_does_nothing_and_ends_well(arguments):
+def test_resuming_a_finished_run_does_nothing_says_so_and_ends_well(arguments, capsys):
     train(arguments)
     before = final_weights(arguments)
     train(arguments, "--from_resume", 1)
+    assert "Nothing left to do: the run is at its last step, 13." in capsys.readouterr().out
     assert same_bits(before, final_weights(arguments))
+
+
+def test_a_run_without_states_offers_its_weights_as_a_beginning_and_they_are_one(arguments, capsys):
+    train(arguments, "--save_state", 0)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("To go on:")]
+    assert line.endswith("--from_weight pretrain --save_weight NEW")
+    train(arguments, "--from_weight", "pretrain", "--save_weight", "NEW")
+
+
+def test_epochs_beside_the_saved_run_s_max_steps_are_refused(arguments, capsys):
+    train(without(arguments, "epochs"), "--max_steps", 4)
+    train(without(arguments, "epochs"), "--from_resume", 1, "--epochs", 3, expect=2)
+    assert "--max_steps 4 replaces it" in capsys.readouterr().err
+    train(without(arguments, "epochs"), "--from_resume", 1, "--epochs", 1, "--max_steps", 0)
+    assert max(logged(arguments)) == 13
 
 
 def four_rows_a_step(arguments: list[str], **changes: object) -> list[str]:
