@@ -199,11 +199,10 @@ class Checkpoint:
         return moved
 
 
-def open_checkpoint(folder: Path, verify: bool = True) -> Checkpoint:
-    """One given save; `verify=False` is for ranks whose main process checked the digests. Raises CheckpointError."""
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """One given save, its digests checked. Raises CheckpointError."""
     folder = Path(folder)
-    problems = verify_checkpoint(folder) if verify else []
-    if problems:
+    if problems := verify_checkpoint(folder):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(folder)
     try:

@@ -26,13 +26,6 @@ class Evaluation:
     val_ppl: float
     val_bits_per_byte: float
 
-    def as_dict(self) -> dict[str, float]:
-        return {
-            "val_loss": self.val_loss,
-            "val_ppl": self.val_ppl,
-            "val_bits_per_byte": self.val_bits_per_byte,
-        }
-
 
 @torch.no_grad()
 def evaluate(

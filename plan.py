@@ -40,9 +40,6 @@ class Plan:
     estimated_seconds: float | None = None  # of what is left
     peak_bytes: int | None = None  # most device memory held by a dry step; on CUDA only
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def measured(self, windows: Windows, seconds_per_row: float, peak_bytes: int | None) -> Plan:
         """With what a dry step found: time, memory, and the micro-batches that fit."""
         return dataclasses.replace(

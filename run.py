@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -447,7 +447,7 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
             for part, data in (("train", prepared.dataset), ("val", prepared.validation))
             if data
         },
-        plan=prepared.plan.as_dict(),
+        plan=asdict(prepared.plan),
     )
     settings = repeatable | {"resume_reset": config.resume_reset}
     record.add_start(prepared.progress.step, config=settings, choices=state.choices, environment=state.environment)

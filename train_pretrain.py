@@ -285,8 +285,9 @@ def evaluate_and_log(run: Run) -> bool:
         f"val_bits_per_byte: {result.val_bits_per_byte:.4f}"
     )
     if run.world.is_main:
-        run.saver.files.metrics.write({"step": progress.step, **result.as_dict()})
-        run.tracker.log(result.as_dict(), progress.step)
+        figures = asdict(result)
+        run.saver.files.metrics.write({"step": progress.step, **figures})
+        run.tracker.log(figures, progress.step)
     if not result.val_loss < (math.inf if progress.best_val_loss is None else progress.best_val_loss):  # NaN: no
         return False
     progress.best_val_loss, progress.best_step = result.val_loss, progress.step
@@ -387,7 +388,7 @@ def sample_texts(run: Run) -> list[str]:
 def report_evaluation(run: Run) -> int:
     """--eval_only: the validation figures of the weights as loaded; nothing is written."""
     result = evaluate_run(run)
-    run.console.print(json.dumps(result.as_dict()))
+    run.console.print(json.dumps(asdict(result)))
     leave_group(run.world)
     return 0
 
