@@ -18,14 +18,12 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dataset.hashed_file import HashedFile, file_digest, sync
 from files import (
     CheckpointError,
-    HashedFile,
     SaveFailed,
-    file_digest,
     json_bytes,
     remove_quietly,
-    sync_folder,
     write_tensors,
 )
 
@@ -52,16 +50,14 @@ def write_checkpoint(
         resume_dir.mkdir(parents=True, exist_ok=True)
         remove_quietly(temporary)  # of a killed process with this pid: in a container every run may have the same one
         temporary.mkdir()
-        digests = {
+        files = {
             f"{key}.safetensors": write_tensors(temporary / f"{key}.safetensors", value)
             for key, value in tensors.items()
         }
-        digests["state.json"] = _write_json(temporary / "state.json", state)
-        sizes = {file: (temporary / file).stat().st_size for file in digests}
-        files = {file: {"bytes": sizes[file], "sha256": digests[file]} for file in digests}
+        files["state.json"] = _write_json(temporary / "state.json", state)
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files}
         _write_json(temporary / "manifest.json", manifest | {"manifest_sha256": _manifest_digest(manifest)})
-        sync_folder(temporary)
+        sync(temporary)
         _move_into_place(temporary, folder)
     except OSError as error:
         reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
@@ -71,10 +67,10 @@ def write_checkpoint(
     return folder
 
 
-def _write_json(path: Path, value: Any) -> str:
+def _write_json(path: Path, value: Any) -> dict[str, Any]:
     with HashedFile(path) as file:
         file.write(json_bytes(value))
-    return file.sha256.hexdigest()
+    return file.entry
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
@@ -96,7 +92,7 @@ def _move_into_place(temporary: Path, folder: Path) -> None:
         if aside:
             os.rename(aside, folder)
         raise
-    sync_folder(folder.parent)
+    sync(folder.parent)
     if aside:
         remove_quietly(aside)
 
@@ -249,7 +245,7 @@ def clean_leftovers(folder: Path) -> list[str]:
         old = OLD_NAME.fullmatch(path.name)
         if old and not (folder / f"step_{old[1]}").exists():
             os.rename(path, folder / f"step_{old[1]}")
-            sync_folder(folder)
+            sync(folder)
         elif old or LEFTOVER_NAME.fullmatch(path.name):
             remove_quietly(path)
         else:

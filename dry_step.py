@@ -22,12 +22,13 @@ from resume import Windows
 from trainer_utils import World, autocast, build_optimizers, losses_of, to_device, update_parameters
 
 CPU_POSITIONS = 1024  # a micro-batch of this many is enough to judge a processor's speed
+RANKS_RESERVE_BYTES = 2**30  # of each GPU where several ranks train: NCCL's buffers come with the first step
 
 
 @dataclass(frozen=True)
 class Measured:
     seconds_per_row: float  # forward and backward
-    peak_bytes: int | None  # most device memory held; None where it cannot be told
+    peak_bytes: int | None  # most device memory held, a reserve for NCCL included; None where it cannot be told
 
 
 def rehearse(
@@ -45,7 +46,8 @@ def rehearse(
 
     on_cuda = world.device.type == "cuda"
     if on_cuda:
-        return fit_batch_size(windows, attempt, world, may_halve=bool(config.auto_batch))
+        with kept_free(RANKS_RESERVE_BYTES * (world.size > 1), world.device):
+            return fit_batch_size(windows, attempt, world, may_halve=bool(config.auto_batch))
     rows = min(windows.batch_size, max(1, CPU_POSITIONS // config.max_seq_len))
     with memory_errors(f"--max_seq_len {config.max_seq_len}: a micro-batch of {rows}"):
         return windows, attempt(rows)
@@ -114,6 +116,16 @@ def try_step(
         model.zero_grad(set_to_none=True)
         put_back(model, kept)
         restore_rng(rng, device)
+
+
+@contextmanager
+def kept_free(count: int, device: torch.device) -> Iterator[None]:
+    """Inside this block so many bytes of the device are taken."""
+    held = torch.empty(count, dtype=torch.uint8, device=device)
+    yield
+    del held
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def seconds_of(work: Callable[[], None], device: torch.device) -> float:

@@ -4,7 +4,6 @@ Temporary names: `.NAME.tmp-PID`. Tensors are written as safetensors; there is n
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -17,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 22  # hashed and written in turn while the piece is still in the processor's cache
+from dataset.hashed_file import HashedFile, sync
+
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -38,56 +38,6 @@ class SaveFailed(RuntimeError):
     """A save did not come about (disk full, no permission ...); what was saved before is untouched."""
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries (new names, renames) to the disk; Windows has no such call and needs none."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class HashedFile:
-    """A file being written that knows the SHA-256 of its content; leaving the `with` block flushes it to the disk.
-
-    Created with the mode the umask gives, unlike `tempfile` and `safetensors.save_file` (0600): teammates can read it.
-    Both hashing and writing release the interpreter lock: the training loop runs on meanwhile.
-    """
-
-    def __init__(self, path: Path):
-        self.file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
-        self.sha256 = hashlib.sha256()
-        self.error: OSError | None = None  # torch.save turns it into a RuntimeError about "unexpected pos"
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        try:
-            for start in range(0, len(view), CHUNK_BYTES):
-                piece = view[start : start + CHUNK_BYTES]
-                self.sha256.update(piece)
-                self.file.write(piece)
-        except OSError as error:
-            self.error = error
-            raise
-        return len(view)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(self, error_type: Any, *_: object) -> None:
-        try:
-            if error_type is None:
-                self.file.flush()
-                os.fsync(self.file.fileno())
-        finally:
-            self.file.close()
-
-
 def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")
 
@@ -101,7 +51,7 @@ def write_file_atomic(path: str | os.PathLike[str], content: str | bytes) -> Non
         with HashedFile(temporary) as file:
             file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         remove_quietly(temporary)
         raise SaveFailed(
@@ -134,27 +84,19 @@ def remove_quietly(path: Path) -> None:
             path.unlink()
 
 
-def file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(CHUNK_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 def all_finite(tensor: Tensor) -> bool:
     """True if nothing in a host tensor is NaN or infinite: the extremes tell, at memory speed (isfinite().all() takes
     thirty times as long)."""
     return not tensor.numel() or all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write tensors on the host as a safetensors file and return its SHA-256 (hex); equal tensors give equal files.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write tensors on the host as a safetensors file and return its manifest entry; equal tensors give equal files.
 
     Layout (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header padded to a multiple of 8,
     then the data without gaps; the widest types come first, so every tensor is aligned. Raises OSError.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {}
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     offset = 0
     for name, tensor in ordered:
@@ -169,4 +111,4 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         for _, tensor in ordered:
             if tensor.numel():
                 file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # the same memory, seen as bytes
-    return file.sha256.hexdigest()
+    return file.entry

@@ -4,7 +4,6 @@ and refused before anything is changed.
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,24 +18,19 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile wrappers, in any order."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    """The model inside DistributedDataParallel. (Blocks are compiled in place, which wraps nothing.)"""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put in front: `module.` (DDP) and `_orig_mod.` (torch.compile)."""
+    """A parameter's name without what wrappers put into other programs' files: `module.` (DDP) and `_orig_mod.`
+    (torch.compile)."""
     return name.removeprefix("module.").replace("_orig_mod.", "").removeprefix("module.")
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Plain name -> parameter; a tied one occurs once, under its first name (`model.embed_tokens.weight`)."""
-    return {plain_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    return dict(unwrap(model).named_parameters())
 
 
 def flatten_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -101,10 +95,10 @@ def flatten_optimizer(optimizers: Optimizers, model: nn.Module) -> dict[str, Ten
     return flat
 
 
-def _expected_keys(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str] | None:
+def _expected_keys(optimizer: Optimizer) -> set[str] | None:
     """State keys a parameter has after a step; None for optimizers not listed here (nothing to compare with)."""
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group.get("amsgrad") else set())
+        return {"step", "exp_avg", "exp_avg_sq"}
     if isinstance(optimizer, torch.optim.Muon):
         return {"momentum_buffer"}
     return None
@@ -133,7 +127,7 @@ def restore_optimizer(optimizers: Optimizers, model: nn.Module, tensors: Mapping
             )  # their step counts live beside the parameters
             for parameter in group["params"]:
                 entries = saved.pop(names[parameter], {})
-                expected = _expected_keys(optimizer, group) if parameter.requires_grad else set()
+                expected = _expected_keys(optimizer) if parameter.requires_grad else set()
                 problems += _state_problems(names[parameter], parameter, entries, expected)
                 plan.append((optimizer, parameter, _placed(entries, parameter, on_device)))
     problems += [f"{name} is not a parameter of this optimizer" for name in saved]

@@ -47,10 +47,6 @@ class BackgroundWriter:
         self._error: BaseException | None = None
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> None:
         """Return when no save is running any more; raises SaveFailed if the last one failed, NonFinite if it must not
         be."""
@@ -103,17 +99,6 @@ class BackgroundWriter:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[key] = buffer
         return buffer
-
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(self, error_type: Any, *_: object) -> None:
-        try:
-            self.wait()
-        except SaveFailed as error:
-            if error_type is None:
-                raise
-            print(f"Also, while stopping: {error}", file=sys.stderr)  # must not hide the error that ends the run
 
 
 class Saver:

@@ -34,7 +34,6 @@ class World:
 
     device: torch.device
     rank: int = 0
-    local_rank: int = 0
     size: int = 1
     side_group: Any = None  # gloo on CPU, whatever the gradients travel by: for small facts, never stalls the device
 
@@ -115,7 +114,7 @@ def init_distributed_mode(device_name: str = "auto") -> World:
     store = meet(next(rendezvous("env://", timeout=GROUP_TIMEOUT))[0], rank, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     side_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-    return World(device, rank, local_rank, size, side_group)
+    return World(device, rank, size, side_group)
 
 
 def meet(store: dist.Store, rank: int, size: int) -> dist.Store:

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from config import Config, UserError, resolve_path
+from dataset.hashed_file import HashedFile, file_digest, sync
 from files import (
     CheckpointError,
-    HashedFile,
     SaveFailed,
     all_finite,
-    file_digest,
     remove_quietly,
-    sync_folder,
     temporary_name,
     write_json_atomic,
 )
@@ -221,7 +219,7 @@ def write_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Tensor]
         previous = _cards(card_path)[:1] if path.exists() else []
         write_json_atomic(card_path, {**new_card, "previous": previous[0]} if previous else new_card)
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
         if previous:
             write_json_atomic(card_path, new_card)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk

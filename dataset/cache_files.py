@@ -1,10 +1,9 @@
-"""Folders that are either whole or not there: locks, temporary names, flushing to disk, digests."""
+"""Folders that are either whole or not there: locks, temporary names, what a folder says of its files."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dataset.hashed_file import HashedFile, file_digest, sync
 from dataset.text_reader import DataError
 
 METADATA = "metadata.json"
@@ -76,53 +76,24 @@ def new_folder(final: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.iterdir():
-            flush(file)
-        flush(temporary)
+            sync(file)
+        sync(temporary)
         if final.exists():
             shutil.rmtree(final)
         os.rename(temporary, final)
-        flush(final.parent)
+        sync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def flush(path: Path) -> None:
-    """Force a file or, where the system can, a folder to disk."""
-    if path.is_dir() and os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-class HashedFile:
-    """An append-only binary file that knows its size and SHA-256."""
-
-    def __init__(self, path: Path):
-        self.path, self.size, self.sha256 = path, 0, hashlib.sha256()
-        self.handle = open(path, "wb")  # noqa: SIM115 - closed by close()
-
-    def write(self, array: np.ndarray) -> None:
-        data = np.ascontiguousarray(array).view(np.uint8).data
-        self.handle.write(data)
-        self.sha256.update(data)
-        self.size += len(data)
-
-    def close(self) -> dict[str, Any]:
-        self.handle.close()
-        return {"bytes": self.size, "sha256": self.sha256.hexdigest()}
-
-
 def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, dict]:
     """Write each array raw as <name>.bin; the answer is what `damage` compares with later."""
-    sizes = {}
+    entries = {}
     for name, array in arrays.items():
-        file = HashedFile(folder / f"{name}.bin")
-        file.write(array)
-        sizes[f"{name}.bin"] = file.close()
-    return sizes
+        with HashedFile(folder / f"{name}.bin") as file:
+            file.write(array)
+        entries[f"{name}.bin"] = file.entry
+    return entries
 
 
 def read_array(path: Path, dtype: Any) -> np.ndarray:
@@ -146,18 +117,10 @@ def read_metadata(folder: Path, version: int, verify: bool = False) -> tuple[dic
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
                 return {}, f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
-            if verify and sha256_of(folder / name) != expected["sha256"]:
+            if verify and file_digest(folder / name) != expected["sha256"]:
                 return {}, f"the content of {name} has changed"
     except FileNotFoundError as error:
         return {}, f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"its {METADATA} cannot be read ({error})"
     return metadata, None
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -29,16 +29,15 @@ from typing import Any
 import numpy as np
 
 from dataset.cache_files import (
-    HashedFile,
     disk_errors,
     locked,
     new_folder,
     read_array,
     read_metadata,
-    sha256_of,
     silent,
     write_metadata,
 )
+from dataset.hashed_file import HashedFile, file_digest
 from dataset.text_reader import DataError, SourceFile, TextReader, bad_line_problems, find_files
 from dataset.text_tokenizer import TextTokenizer
 
@@ -195,7 +194,7 @@ def _open(folder: Path, request: _Request, verify: bool) -> tuple[TokenCache | N
 def _changed_source(metadata: dict, request: _Request) -> str | None:
     stored = [source["sha256"] for source in metadata["sources"]]
     for file, sha256 in zip(request.files, stored, strict=True):
-        if sha256_of(file.path) != sha256:
+        if file_digest(file.path) != sha256:
             return f"the content of {file.path} has changed though its size and time have not"
     return None
 
@@ -215,13 +214,14 @@ def _build(folder: Path, request: _Request, say: Callable[[str], None], progress
                     writer.write(batch, reader)
                     bar.update(reader.ledger.source_bytes - bar.n)
         finally:
-            files = writer.close()
+            writer.close()
         reader.finish()
         seconds = time.perf_counter() - started
         ledger = _ledger(reader, writer, temporary)
         if not ledger["documents"]:
             raise DataError(_no_document(request, ledger))
-        write_metadata(temporary, _metadata(request, reader, ledger, files))
+        entries = {f"{name}.bin": file.entry for name, file in writer.files.items()}
+        write_metadata(temporary, _metadata(request, reader, ledger, entries))
     text_mb = ledger["bytes"] / 1e6
     speed = f"{seconds:.1f} s, {text_mb / max(seconds, 1e-9):.1f} MB/s"
     say(f"tokenised {ledger['documents']:,} documents, {text_mb:,.1f} MB, into {ledger['tokens']:,} tokens ({speed})")
@@ -382,8 +382,11 @@ class _Writer:
         size = f"about {expected / 1e6:,.1f} MB, {free / 1e9:,.1f} GB are free"
         self.say(f"tokenising {total / 1e6:,.1f} MB; the cache in {self.folder.parent} will take {size}")
 
-    def close(self) -> dict[str, dict]:
-        return {f"{name}.bin": file.close() for name, file in self.files.items()}
+    def close(self) -> None:
+        """Close every file, also where closing another fails: its last bytes may find the disk full."""
+        with contextlib.ExitStack() as stack:
+            for file in self.files.values():
+                stack.callback(file.close)
 
 
 def _ledger(reader: TextReader, writer: _Writer, folder: Path) -> dict[str, Any]:
@@ -410,7 +413,7 @@ def _ledger(reader: TextReader, writer: _Writer, folder: Path) -> dict[str, Any]
     }
 
 
-def _metadata(request: _Request, reader: TextReader, ledger: dict, files: dict[str, dict]) -> dict[str, Any]:
+def _metadata(request: _Request, reader: TextReader, ledger: dict, entries: dict[str, dict]) -> dict[str, Any]:
     tokenizer = request.tokenizer
     return {
         "version": VERSION,
@@ -436,5 +439,5 @@ def _metadata(request: _Request, reader: TextReader, ledger: dict, files: dict[s
         ],
         "ledger": ledger,
         "rejected_examples": reader.ledger.examples,
-        "files": files,
+        "files": entries,
     }

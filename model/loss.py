@@ -113,13 +113,13 @@ def _block_loss(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float
         return sums
     # d/dlogits: p (1 + 2 z logsumexp) - (1 - s) at the target - s / vocab everywhere; nothing for a row without target
     scale = valid.to(log_probs.dtype)
-    grad = log_probs.exp_() * (scale * (1 + 2 * z_loss * logsumexp)).unsqueeze(1)
+    grad = log_probs.exp_().mul_((scale * (1 + 2 * z_loss * logsumexp)).unsqueeze(1))
     if smoothing:
-        grad = grad - (scale * (smoothing / vocab)).unsqueeze(1)
+        grad.sub_((scale * (smoothing / vocab)).unsqueeze(1))
     at_target = (scale * (smoothing - 1)).unsqueeze(1)
-    if torch.compiler.is_compiling() or grad.device.type != "cpu":  # fuses with the rest, needs no atomic adds
+    if torch.compiler.is_compiling():  # fuses with the rest
         grad = grad + torch.where(torch.arange(vocab, device=grad.device) == index, at_target, 0)
-    else:
-        grad.scatter_add_(1, index, at_target)
+    else:  # one target a row: no atomic additions, no second [rows, vocab]
+        grad.scatter_(1, index, grad.gather(1, index) + at_target)
     logits.copy_(grad)
     return sums

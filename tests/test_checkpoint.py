@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -98,15 +97,13 @@ def test_our_safetensors_files_are_read_by_the_safetensors_library_for_every_dty
         "empty": torch.zeros(0, 4),
         "非": torch.ones(2),
     }
-    digest = files.write_tensors(tmp_path / "x.safetensors", tensors, {"note": "hello"})
+    entry = files.write_tensors(tmp_path / "x.safetensors", tensors)
     loaded = load_file(tmp_path / "x.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
-    with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata() == {"note": "hello"}
     again = dict(reversed(tensors.items()))
-    assert files.write_tensors(tmp_path / "y.safetensors", again, {"note": "hello"}) == digest
+    assert files.write_tensors(tmp_path / "y.safetensors", again) == entry
 
 
 def test_a_checkpoint_comes_back_bit_equal_with_its_state(tmp_path):
@@ -386,10 +383,9 @@ def test_a_file_where_the_folder_should_be_is_a_save_that_failed(tmp_path):
         adamw,
         lambda model: adamw(model, fused=True),
         lambda model: adamw(model, foreach=True),
-        lambda model: adamw(model, amsgrad=True),
         muon_and_adamw,
     ],
-    ids=["loop", "fused", "foreach", "amsgrad", "muon+adamw"],
+    ids=["loop", "fused", "foreach", "muon+adamw"],
 )
 def test_training_goes_on_bit_equal_after_parameters_and_optimizer_are_restored(tmp_path, make):
     torch.manual_seed(0)
@@ -493,14 +489,12 @@ def test_names_are_the_same_plain_compiled_or_inside_ddp(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         plain = Tied()
-        compiled = torch.compile(plain)
-        inside = torch.compile(nn.parallel.DistributedDataParallel(compiled))
-        partly = nn.Sequential(torch.compile(nn.Linear(2, 2)))
-        for wrapped in (compiled, nn.parallel.DistributedDataParallel(plain), inside):
+        names = list(live_state.flatten_parameters(plain))
+        plain.up.compile()  # in place, as the trainer compiles its blocks
+        for wrapped in (plain, nn.parallel.DistributedDataParallel(plain)):
             assert live_state.unwrap(wrapped) is plain
-            assert list(live_state.flatten_parameters(wrapped)) == list(live_state.flatten_parameters(plain))
+            assert list(live_state.flatten_parameters(wrapped)) == names
             live_state.restore_parameters(wrapped, live_state.flatten_parameters(Tied()))
-        assert list(live_state.flatten_parameters(partly)) == ["0.weight", "0.bias"]
     finally:
         torch.distributed.destroy_process_group()
 
@@ -689,16 +683,17 @@ def test_saves_run_beside_the_loop_one_at_a_time():
         running.remove(name)
         order.append(name)
 
-    with saver.BackgroundWriter() as writer:
-        writer.submit(lambda: slow("a"))
-        assert writer.busy and not order
-        threading.Timer(0.05, gate.set).start()
-        writer.submit(lambda: slow("b"))
-        assert order[0] == "a"
-    assert order == ["a", "b"] and not writer.busy
+    writer = saver.BackgroundWriter()
+    writer.submit(lambda: slow("a"))
+    assert not order  # it did not wait for the save
+    threading.Timer(0.05, gate.set).start()
+    writer.submit(lambda: slow("b"))
+    assert order[0] == "a"
+    writer.wait()
+    assert order == ["a", "b"]
 
 
-@pytest.mark.parametrize("surface", ["wait", "submit", "snapshot", "exit"])
+@pytest.mark.parametrize("surface", ["wait", "submit", "snapshot"])
 def test_a_failure_in_the_background_surfaces_once_with_its_cause(surface):
     cause = ValueError("boom")
 
@@ -711,7 +706,6 @@ def test_a_failure_in_the_background_surfaces_once_with_its_cause(surface):
         "wait": writer.wait,
         "submit": lambda: writer.submit(lambda: None),
         "snapshot": lambda: writer.snapshot({}),
-        "exit": lambda: writer.__exit__(None),
     }
     with pytest.raises(files.SaveFailed, match="boom") as error:
         actions[surface]()
@@ -719,32 +713,23 @@ def test_a_failure_in_the_background_surfaces_once_with_its_cause(surface):
     writer.wait()
 
 
-def test_a_failed_save_does_not_hide_the_error_that_ends_the_run(capsys):
-    def fail():
-        raise files.SaveFailed("the disk is full")
-
-    with pytest.raises(ZeroDivisionError), saver.BackgroundWriter() as writer:
-        writer.submit(fail)
-        raise ZeroDivisionError
-    assert "the disk is full" in capsys.readouterr().err
-
-
 def test_a_snapshot_is_a_copy_in_buffers_used_again_but_never_during_a_save(tmp_path):
     weight = torch.ones(4, 3).t()  # not contiguous
-    with saver.BackgroundWriter() as writer:
-        first = writer.snapshot({"model": {"w": weight}})
-        weight.fill_(2)
-        assert torch.equal(first["model"]["w"], torch.ones(3, 4)) and first["model"]["w"].is_contiguous()
+    writer = saver.BackgroundWriter()
+    first = writer.snapshot({"model": {"w": weight}})
+    weight.fill_(2)
+    assert torch.equal(first["model"]["w"], torch.ones(3, 4)) and first["model"]["w"].is_contiguous()
 
-        def slow_save():
-            time.sleep(0.1)
-            checkpoint.write_checkpoint(tmp_path, 1, first, {})
+    def slow_save():
+        time.sleep(0.1)
+        checkpoint.write_checkpoint(tmp_path, 1, first, {})
 
-        writer.submit(slow_save)
-        second = writer.snapshot({"model": {"w": weight}})
-        assert second["model"]["w"].data_ptr() == first["model"]["w"].data_ptr()
-        third = writer.snapshot({"model": {"w": torch.zeros(2)}})  # another shape: another buffer
-        assert third["model"]["w"].shape == (2,)
+    writer.submit(slow_save)
+    second = writer.snapshot({"model": {"w": weight}})
+    assert second["model"]["w"].data_ptr() == first["model"]["w"].data_ptr()
+    third = writer.snapshot({"model": {"w": torch.zeros(2)}})  # another shape: another buffer
+    assert third["model"]["w"].shape == (2,)
+    writer.wait()
     found = checkpoint.load_newest(tmp_path)
     assert found is not None and torch.equal(found.load("model")["w"], torch.ones(3, 4))
 

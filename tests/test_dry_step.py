@@ -14,7 +14,7 @@ from config import Config, UserError
 from dataset.lm_dataset import PretrainDataset
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open
-from dry_step import Measured, fit_batch_size, memory_errors, rehearse, try_step
+from dry_step import Measured, fit_batch_size, kept_free, memory_errors, rehearse, try_step
 from live_state import capture_rng
 from resume import Windows
 from runs import final_state, final_weights, logged, replaced, run_folder, same_bits, train
@@ -262,6 +262,16 @@ def test_a_row_that_fills_memory_in_its_dry_step_is_refused_in_words(arguments, 
 
 
 # --- on a GPU ---
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_is_kept_free_for_other_ranks_cannot_be_had_by_the_dry_step():
+    device = torch.device("cuda", 0)
+    free, _ = torch.cuda.mem_get_info(device)
+    with kept_free(free // 2, device), pytest.raises(torch.OutOfMemoryError):
+        torch.empty(free * 3 // 4, dtype=torch.uint8, device=device)
+    torch.empty(free * 3 // 4, dtype=torch.uint8, device=device)  # fits again
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from tiny_tokenizer import TEXT, make_backend, make_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dataset.token_cache as token_cache
-from dataset.cache_files import HashedFile
+from dataset.hashed_file import HashedFile
 from dataset.text_reader import DataError
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open, count_shared
