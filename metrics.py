@@ -1,34 +1,19 @@
-"""What a run reports: the log line, metrics.jsonl, the progress bar, the tracker, run.json and the divergence watch."""
+"""What a run says of its progress: the log line, metrics.jsonl, the screen, and the warning of a rising loss."""
 
-import atexit
-import contextlib
-import importlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import signal
-import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from files import SaveFailed, write_file_atomic, write_json_atomic
-
-ONLINE_START_SECONDS = 10.0
-FINISH_SECONDS = 10.0
-INSTEAD = "metrics.jsonl has every figure"
+from files import SaveFailed, write_file_atomic
 
 
-# ------------------------------------------------------------------------------------------- log line and metrics.jsonl
 @dataclass(frozen=True)
 class StepMetrics:
     """One logged step. The fields of the first block are the keys of a line in metrics.jsonl."""
@@ -162,7 +147,6 @@ class MetricsFile:
         return len(lines) - len(kept)
 
 
-# -------------------------------------------------------------------------------------------------------------- console
 class Console:
     """Prints lines, above a progress bar where stderr is a terminal; silent when not enabled (other ranks)."""
 
@@ -170,20 +154,18 @@ class Console:
         self.enabled = enabled
         self._bar: Any = None
 
-    def start(self, total: int, done: int = 0, description: str = "", unit: str = "step") -> None:
-        """Open a bar (of an epoch, say); the one before is closed."""
+    def start(self, total: int, done: int = 0) -> None:
+        """Open a bar of `total` steps; the one before is closed."""
         self.close()
         if self.enabled and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, initial=done, desc=description, unit=unit, dynamic_ncols=True, leave=False)
+            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, leave=False)
 
-    def advance(self, count: int = 1, **figures: str) -> None:
-        """Move the bar; `figures` are shown at its end."""
+    def advance(self) -> None:
+        """Move the bar by a step."""
         if self._bar is not None:
-            if figures:
-                self._bar.set_postfix(figures, refresh=False)
-            self._bar.update(count)
+            self._bar.update()
 
     def print(self, text: str) -> None:
         if self._bar is not None:
@@ -197,250 +179,6 @@ class Console:
             self._bar = None
 
 
-# -------------------------------------------------------------------------------------------------------------- tracker
-class Tracker:
-    """No tracker at all; also the interface of the others. Nothing here raises, prompts or waits for a network."""
-
-    mode = "off"
-
-    def __init__(self, run_id: str | None = None):
-        self.run_id = run_id  # goes into the resume state, of a run that could not be continued this time as well
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Hand figures over; NaN and infinity are fine."""
-
-    def finish(self, state: str = "success") -> None:
-        """End the run as success, crashed or aborted; returns within FINISH_SECONDS."""
-
-
-class SwanLabTracker(Tracker):
-    """A started SwanLab run, fed by a daemon thread: a slow disk or network costs the training loop nothing."""
-
-    def __init__(self, run: Any, mode: str, say: Callable[[str], None]):
-        super().__init__(str(run.id))
-        self.mode, self._run, self._say = mode, run, say
-        self._queue: deque[tuple[dict[str, float], int]] = deque(maxlen=10_000)  # the oldest go if nothing gets through
-        self._wake = threading.Condition()
-        self._final_state: str | None = None
-        self._warned = False
-        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
-        self._thread.start()
-        atexit.register(self.finish, "crashed")  # an orderly end has called it before
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        with self._wake:
-            self._queue.append((dict(figures), step))
-            self._wake.notify()
-
-    def _work(self) -> None:
-        batch: list[tuple[dict[str, float], int]] = []
-        while batch or not self._final_state:
-            with self._wake:
-                self._wake.wait_for(lambda: self._queue or self._final_state)
-                batch = [self._queue.popleft() for _ in range(len(self._queue))]
-            for figures, step in batch:
-                self._safely(self._run.log, figures, step=step)
-        error = None if self._final_state == "success" else "the run was stopped"
-        self._safely(self._run.finish, state=self._final_state, error=error)
-
-    def _safely(self, call: Callable[..., object], *arguments: Any, **options: Any) -> None:
-        try:
-            call(*arguments, **options)
-        except BaseException as error:  # a tracker that is down must not stop a run
-            if not self._warned:
-                self._warned = True
-                self._say(f"SwanLab: {type(error).__name__}: {error}; {INSTEAD}")
-
-    def finish(self, state: str = "success") -> None:
-        with self._wake:
-            if self._final_state:
-                return
-            self._final_state = state
-            self._wake.notify()
-        atexit.unregister(self.finish)
-        with _hooks_kept():
-            self._thread.join(FINISH_SECONDS)
-        if self._thread.is_alive():
-            self._say(f"SwanLab did not finish within {FINISH_SECONDS:.0f} s and was left; {INSTEAD}")
-
-
-@contextlib.contextmanager
-def _hooks_kept() -> Iterator[None]:
-    """SwanLab replaces sys.excepthook and the Ctrl-C handler; afterwards they are ours again."""
-    hook, handler = sys.excepthook, signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        sys.excepthook = hook
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and handler is not None and signal.getsignal(signal.SIGINT) is not handler:
-            signal.signal(signal.SIGINT, handler)
-
-
-def start_tracker(
-    use_wandb: bool,
-    project: str,
-    run_name: str,
-    config: Mapping[str, Any],
-    run_folder: str | os.PathLike[str],
-    run_id: str | None = None,
-    is_main: bool = True,
-    say: Callable[[str], None] = print,
-) -> Tracker:
-    """A SwanLab run, or the null tracker with one line said why. Main process only; the others get the null tracker.
-
-    Online where there is a key (SWANLAB_API_KEY or a saved login), else offline into `<run_folder>/swanlog`;
-    SWANLAB_MODE is honoured. `run_id` (of the resume state) continues that run online; offline it makes one more folder
-    with the same id, which `swanlab sync` adds to the same run.
-    """
-    if not (use_wandb and is_main):
-        return Tracker(run_id)
-    try:
-        swanlab = importlib.import_module("swanlab")
-    except Exception as error:
-        say(f"No SwanLab tracking: import swanlab failed ({type(error).__name__}: {error}); {INSTEAD}")
-        return Tracker(run_id)
-    options = {"project": project, "name": run_name, "config": json.loads(json.dumps(dict(config), default=str))}
-    options |= {"id": run_id, "resume": "allow"} if run_id else {}
-    options["log_dir"] = os.fspath(Path(run_folder) / "swanlog")
-    for mode in _modes(swanlab):
-        run, problem = _init_with_limit(swanlab, options | {"mode": mode})
-        if run is not None:
-            return SwanLabTracker(run, mode, say)
-        if problem is None:  # its init still holds SwanLab's lock: a second one, even offline, would wait for it
-            say(f"SwanLab did not start within {ONLINE_START_SECONDS:.0f} s and was left; {INSTEAD}")
-            break
-        say(f"SwanLab cannot start {mode}: {problem}")
-    return Tracker(run_id)
-
-
-def _modes(swanlab: Any) -> list[str]:
-    """Modes to try in turn."""
-    wanted = os.environ.get("SWANLAB_MODE", "online")
-    if wanted in ("disabled", "local", "offline"):
-        return [wanted]
-    try:
-        key = swanlab.Settings().api_key  # the environment or a saved login
-    except Exception:
-        key = os.environ.get("SWANLAB_API_KEY")
-    return ["online", "offline"] if key else ["offline"]
-
-
-def _init_with_limit(swanlab: Any, options: dict[str, Any]) -> tuple[Any, str | None]:
-    """(run, None), (None, what went wrong), or (None, None) if it did not return in time."""
-    lock, done = threading.Lock(), threading.Event()
-    run, problem, given_up = None, None, False
-
-    def start() -> None:
-        nonlocal run, problem
-        try:
-            Path(options["log_dir"]).mkdir(parents=True, exist_ok=True)
-            settings = {"interactive": False, "terminal": {"proxy_type": "none"}}  # no prompts, stdout not wrapped
-            started = swanlab.init(settings=swanlab.Settings.model_validate(settings), **options)
-            with lock:
-                if given_up:
-                    started.finish(state="aborted", error="started too late")
-                    return
-                run = started
-            atexit.unregister(getattr(run, "_handle_atexit", print))  # it waits without limit; the tracker's does not
-        except BaseException as error:
-            problem = f"{type(error).__name__}: {error}"
-        finally:
-            done.set()
-
-    with _hooks_kept():
-        threading.Thread(target=start, name="tracker-start", daemon=True).start()
-        done.wait(ONLINE_START_SECONDS)
-        with lock:
-            given_up = run is None and problem is None
-    return run, problem
-
-
-# ------------------------------------------------------------------------------------------------------------- run.json
-class RunRecord:
-    """The receipt run.json: what ran, on what, from which data, with which saves. Main process only.
-
-    `status` is running, finished, stopped, failed or invalid. A change replaces the file as a whole; raises SaveFailed.
-    """
-
-    STATUSES = ("running", "finished", "stopped", "failed", "invalid")
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        self._lock = threading.RLock()  # saves are noted by the checkpoint writer's thread
-        self.data: dict[str, Any] = {}
-        if self.path.exists():
-            try:
-                self.data = dict(json.loads(self.path.read_bytes()))
-            except (OSError, ValueError, TypeError):
-                self.data = {"notes": ["an unreadable run.json was replaced"]}
-
-    def update(self, **fields: Any) -> None:
-        assert fields.get("status", "running") in self.STATUSES, f"unknown status {fields['status']!r}"
-        with self._lock:
-            self.data.update(fields, updated=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-            write_json_atomic(self.path, self.data)
-
-    def add_start(self, step: int, **facts: Any) -> None:
-        """Note a start of the program that goes on from `step`, for whoever wants to do it again: settings (`config`),
-        choices, environment. One that repeats the last one's is not noted; those of later steps belong to a branch that
-        was left and go."""
-        start = {"step": step, **facts}
-        with self._lock:
-            starts = [old for old in self.data.get("starts", []) if old["step"] < step]
-            if not starts or {**starts[-1], "step": step} != start or facts["config"]["resume_reset"] != "none":
-                starts.append(start)
-            self.update(starts=starts)
-
-    def add_save(self, step: int, weights_digest: str, folder: str | os.PathLike[str]) -> None:
-        """Note a save; those of the same or later steps belong to a branch that was left and go."""
-        with self._lock:
-            saves = [save for save in self.data.get("saves", []) if save["step"] < step]
-            self.update(saves=[*saves, {"step": step, "weights_digest": weights_digest, "folder": os.fspath(folder)}])
-
-
-def environment_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Versions, platform, processor and its matrix instructions, threads; GPUs if `device` is one. Imports nothing."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "transformers", "tokenizers", "safetensors", "swanlab"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    facts: dict[str, Any] = {"versions": versions, "platform": platform.platform(), "device": str(device)}
-    facts["cpu"], facts["cpu_flags"] = _processor()
-    facts |= {"cpu_count": os.cpu_count(), "threads": torch.get_num_threads(), "cuda": torch.version.cuda}
-    if torch.device(device).type == "cuda":
-        facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return facts
-
-
-def _processor() -> tuple[str, list[str]]:
-    """Name of the processor and those of its flags that matter to speed and rounding."""
-    relevant = {"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve", "i8mm"}
-    try:
-        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
-    except OSError:  # no Linux
-        return platform.processor() or platform.machine(), []
-    values = {key.strip().lower(): value.strip() for key, _, value in reversed(lines)}
-    flags = relevant & set((values.get("flags") or values.get("features") or "").split())
-    return values.get("model name") or platform.machine(), sorted(flags)
-
-
-def git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """{"commit", "dirty"} of the working tree (tracked files); None without git or repository, or after 2 s."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", os.fspath(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=2, check=True).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-# ----------------------------------------------------------------------------------------------------------- divergence
 class DivergenceWatch:
     """Warns once when the mean logged loss of the last `window` steps exceeds that of the `window` before by > 5 %."""
 

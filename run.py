@@ -43,14 +43,10 @@ from metrics import (
     Console,
     DivergenceWatch,
     MetricsFile,
-    RunRecord,
-    Tracker,
-    environment_facts,
-    git_state,
-    start_tracker,
 )
 from plan import Plan, make_plan
 from preflight import Findings, check_model, check_plan, check_run_folder, check_settings, check_torchrun
+from receipt import RunRecord, environment_facts, git_state
 from resume import (
     Progress,
     Schedule,
@@ -63,6 +59,7 @@ from resume import (
 )
 from saver import RunFiles, Saver
 from stopping import StopSignal
+from tracker import Tracker, start_tracker
 from trainer_utils import (
     Clock,
     Throughput,

@@ -16,7 +16,8 @@ from torch import Tensor
 from checkpoint import prune, weights_digest, write_checkpoint
 from config import Config
 from files import SaveFailed, all_finite
-from metrics import MetricsFile, RunRecord
+from metrics import MetricsFile
+from receipt import RunRecord
 from resume import TrainingState
 from trainer_utils import World
 from weights import write_weights

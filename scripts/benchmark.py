@@ -406,7 +406,7 @@ def measure_data(words: list[str]) -> dict[str, Any]:
     from dataset.packing import RowOrder
     from dataset.text_tokenizer import TextTokenizer
     from dataset.token_cache import build_or_open
-    from metrics import environment_facts
+    from receipt import environment_facts
     from trainer_utils import choose_device, choose_dtype, peak_memory_gib
 
     c = load_config(words)
