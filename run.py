@@ -102,7 +102,6 @@ class Run:
     world: World
     stop: StopSignal
     tokenizer: TextTokenizer
-    model: nn.Module  # DDP around the model where there are several ranks
     dataset: PretrainDataset
     validation: PretrainDataset | None
     state: TrainingState
@@ -114,6 +113,16 @@ class Run:
     val_loss: float | None = None  # of the last evaluation
     throughput: Throughput = field(default_factory=Throughput)
     updates: list[tuple[int, list[int], Tensor]] = field(default_factory=list)  # (step, rows, finite) not yet looked at
+
+    @property
+    def model(self) -> nn.Module:
+        """With DDP around it where there are several ranks."""
+        return self.state.model
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True when the step just finished was the last of an epoch."""
+        return self.state.progress.rows_seen % self.state.windows.rows == 0
 
     @property
     def last_step(self) -> int:
@@ -282,18 +291,24 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         model = prepared.model.to(world.device)
     measured = rehearse_step(prepared, model, world, dtype)  # all ranks; before the model is wrapped or compiled
     measured += compile_if_worth(prepared, model, choices, world)  # all ranks
-    optimizers = build_optimizers(model, config, world.device)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     setup_seed(config.seed + world.rank)  # dropout differs between ranks; the weights were drawn before
-    environment = environment_facts(world.device) | {"git": git_state(ROOT)}
     state = TrainingState(
-        model, optimizers, scaler, prepared.progress, prepared.windows, prepared.schedule, DivergenceWatch(),
-        prepared.identity, choices, environment, capture_rng(world.device),
-    )  # fmt: skip
+        model=model,
+        optimizers=build_optimizers(model, config, world.device),
+        scaler=torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16),
+        progress=prepared.progress,
+        windows=prepared.windows,
+        schedule=prepared.schedule,
+        watch=DivergenceWatch(),
+        identity=prepared.identity,
+        choices=choices,
+        environment=environment_facts(world.device) | {"git": git_state(ROOT)},
+        rng=capture_rng(world.device),
+    )
     notes = start_page(prepared, world.size, state) + kept + measured
     if checkpoint:
         notes += state.restore(checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
-    state.model = wrapped = distribute(model, world)  # all ranks
+    state.model = distribute(model, world)  # all ranks
     console = Console(world.is_main)
     with folder_errors(config):
         files = open_run_folder(prepared, state) if world.is_main and not config.eval_only else None
@@ -306,11 +321,20 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         config.run_folder, prepared.progress.tracker_run_id or None, world.is_main, console.print,
     )  # fmt: skip
     prepared.progress.tracker_run_id = tracker.run_id or prepared.progress.tracker_run_id
-    card = weights_card(prepared)
     return Run(
-        config, world, stop, prepared.tokenizer, wrapped, prepared.dataset, prepared.validation, state,
-        Saver(config, world, state, card, files), tracker, console, dtype, Clock(prepared.progress.elapsed_seconds),
-    )  # fmt: skip
+        config=config,
+        world=world,
+        stop=stop,
+        tokenizer=prepared.tokenizer,
+        dataset=prepared.dataset,
+        validation=prepared.validation,
+        state=state,
+        saver=Saver(config, world, state, weights_card(prepared), files),
+        tracker=tracker,
+        console=console,
+        dtype=dtype,
+        clock=Clock(prepared.progress.elapsed_seconds),
+    )
 
 
 def rehearse_step(prepared: Prepared, model: nn.Module, world: World, dtype: torch.dtype) -> list[str]:

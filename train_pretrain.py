@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import shlex
 import signal
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from config import ROOT, SAMPLE_FOLDER, Config, UserError, check_command_line, load_config, report
+from config import ROOT, Config, UserError, check_command_line, load_config, report
 
 if __name__ == "__main__":
     check_command_line()  # answers --help and misspelt options before torch is imported, which takes seconds
@@ -32,14 +31,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from compiling import uncompiled
 from dataset.lm_dataset import Batch, SkipBatchSampler, collate
 from dataset.packing import RowOrder
 from dataset.text_reader import DataError
-from evaluation import Evaluation, evaluate, floor_report
 from files import CheckpointError, SaveFailed
-from live_state import capture_rng, unwrap
-from metrics import StepMetrics, format_log_line
+from live_state import capture_rng
+from reporting import (
+    evaluate_and_log,
+    evaluate_run,
+    evaluation_is_due,
+    log_is_due,
+    log_step,
+    look_at_updates,
+    report_on_sample,
+    sample_texts,
+)
 from run import Run, begin_run, prepare, resume_command, shown
 from saver import NonFinite
 from stopping import StopRequested, StopSignal, ignore_stop_signals
@@ -50,14 +56,10 @@ from trainer_utils import (
     is_echo,
     leave_group,
     losses_of,
-    peak_memory_gib,
     set_learning_rate,
     to_device,
     update_parameters,
 )
-
-SKIPS_IN_A_ROW_LIMIT = 10
-
 
 # --- the order of events ---
 
@@ -119,18 +121,21 @@ def train(run: Run) -> None:
 def train_epoch(run: Run, epoch: int) -> None:
     """Train what is left of one epoch, or less if the run ends before."""
     progress, windows = run.state.progress, run.state.windows
-    start = progress.rows_seen - epoch * windows.rows
+    first_row, epoch_end = epoch * windows.rows, (epoch + 1) * windows.rows
     order = RowOrder(windows.rows, run.config.seed, epoch, bool(run.config.shuffle))
     sampler = SkipBatchSampler(
-        order, windows.global_batch_size, windows.batch_size, run.world.rank, run.world.size, start
+        order,
+        windows.global_batch_size,
+        windows.batch_size,
+        run.world.rank,
+        run.world.size,
+        start=progress.rows_seen - first_row,
     )
     batches = load_batches(run, sampler)
-    epoch_end = (epoch + 1) * windows.rows
-    run.console.start(
-        windows.steps_per_epoch, windows.steps_per_epoch - windows.steps_left_in_epoch(progress.rows_seen)
-    )
+    steps_done = windows.steps_per_epoch - windows.steps_left_in_epoch(progress.rows_seen)
+    run.console.start(windows.steps_per_epoch, steps_done)
     while progress.rows_seen < epoch_end and not run.is_finished:
-        rows = sampler.window(progress.rows_seen - epoch * windows.rows)  # this step's rows, over all ranks
+        rows = sampler.window(progress.rows_seen - first_row)  # this step's rows, over all ranks
         target_count = int(run.dataset.row_targets[rows].sum())  # known on every rank without a collective
         lr = run.state.schedule.lr(progress.rows_seen)
         set_learning_rate(run.state.optimizers, lr)
@@ -139,32 +144,42 @@ def train_epoch(run: Run, epoch: int) -> None:
         norm, finite = update_parameters(
             list(run.model.parameters()), run.state.optimizers, run.state.scaler, run.config.grad_clip
         )
+        is_first = progress.rows_seen == first_row
+        count_step(run, rows.tolist(), target_count, finite)
 
-        run.stop.at_once, run.stop.has_news = False, True  # from here on a stop has a finished step to save
-        progress.step += 1
-        progress.rows_seen += len(rows)
-        progress.tokens_seen += target_count
-        progress.elapsed_seconds = run.clock.elapsed_seconds
-        run.state.rng = capture_rng(run.world.device)  # what a save of this step holds, whatever happens next
-        run.throughput.count(target_count)
-        run.updates.append((progress.step, rows.tolist(), finite))
-
-        ends_epoch = progress.rows_seen >= epoch_end
-        first_of_epoch = progress.rows_seen - len(rows) <= epoch * windows.rows
-        if first_of_epoch or ends_epoch or run.is_finished or progress.step % run.config.log_interval == 0:
+        if is_first or log_is_due(run):
             log_step(run, epoch, losses, lr, norm)
         elif run.world.device.type == "cpu":
             look_at_updates(run)  # costs nothing where there is no device to wait for
         with run.throughput.paused():
-            best = evaluation_is_due(run) and evaluate_and_log(run)
-            stop, clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)  # all ranks
-            if best or clock_due or ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step):
-                look_at_updates(run)
-                with run.stop.saving():
-                    run.saver.save(best)  # all ranks
-            if stop and not run.is_finished:
-                raise StopRequested(run.stop.received)
+            evaluate_save_or_stop(run)  # all ranks
         run.console.advance()
+
+
+def count_step(run: Run, rows: list[int], target_count: int, finite: Tensor) -> None:
+    """The step is finished: what a save of it holds is fixed here, whatever happens next."""
+    progress = run.state.progress
+    run.stop.at_once, run.stop.has_news = False, True  # from here on a stop has a finished step to save
+    progress.step += 1
+    progress.rows_seen += len(rows)
+    progress.tokens_seen += target_count
+    progress.elapsed_seconds = run.clock.elapsed_seconds
+    run.state.rng = capture_rng(run.world.device)
+    run.throughput.count(target_count)
+    run.updates.append((progress.step, rows, finite))
+
+
+def evaluate_save_or_stop(run: Run) -> None:
+    """What may be due after a step. All ranks must call. Raises StopRequested."""
+    progress = run.state.progress
+    best = evaluation_is_due(run) and evaluate_and_log(run)
+    stop, clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)  # all ranks
+    if best or clock_due or run.ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step):
+        look_at_updates(run)
+        with run.stop.saving():
+            run.saver.save(best)  # all ranks
+    if stop and not run.is_finished:
+        raise StopRequested(run.stop.received)
 
 
 def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
@@ -205,100 +220,6 @@ def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, tar
         if not is_last and run.stop.agreed(world)[0]:  # all ranks; a finished window is not dropped
             raise StopRequested(run.stop.received)
     return shares
-
-
-# --- looking at it ---
-
-
-def look_at_updates(run: Run) -> None:
-    """Count the updates that were skipped since the last look (one host sync). Raises NonFinite after ten in a row."""
-    progress, scaler = run.state.progress, run.state.scaler
-    flags = torch.stack([finite for *_, finite in run.updates]).tolist() if run.updates else []
-    for (step, rows, _), finite in zip(run.updates, flags, strict=True):
-        progress.skipped_in_a_row = 0 if finite else progress.skipped_in_a_row + 1
-        if finite:
-            continue
-        progress.skipped_steps += 1
-        if run.world.is_main:
-            run.saver.files.metrics.write({"step": step, "skipped_rows": rows})
-        run.console.print(f"Step {step}: gradient is not finite; update skipped")
-        # float16 overflows on purpose while its scale settles; at scale 1 there is nothing left to give.
-        scale_is_spent = not scaler.is_enabled() or scaler.get_scale() <= 1
-        if progress.skipped_in_a_row >= SKIPS_IN_A_ROW_LIMIT and scale_is_spent:
-            raise NonFinite(
-                f"step {step}: the gradient was not finite {progress.skipped_in_a_row} steps in a row; "
-                f"lower --learning_rate or look at rows {rows[:8]}"
-            )
-    run.updates.clear()
-
-
-def log_step(run: Run, epoch: int, losses: Tensor, lr: float, norm: Tensor) -> None:
-    """The log line, metrics.jsonl, tracker and progress bar of the step just finished. All ranks must call."""
-    look_at_updates(run)
-    progress, windows, schedule = run.state.progress, run.state.windows, run.state.schedule
-    loss, logits_loss, aux_loss = run.world.sum(losses.tolist())  # all ranks
-    steps_left = windows.steps_left_in_epoch(progress.rows_seen) if progress.rows_seen % windows.rows else 0
-    tokens_per_second, seconds_per_step = run.throughput.read()
-    entry = StepMetrics(
-        step=progress.step,
-        epoch=epoch + 1,
-        loss=loss,
-        logits_loss=logits_loss,
-        aux_loss=aux_loss,
-        lr=lr,
-        grad_norm=norm.item(),
-        rows_seen=progress.rows_seen,
-        tokens_seen=progress.tokens_seen,
-        tokens_per_second=tokens_per_second,
-        elapsed_seconds=progress.elapsed_seconds,
-        skipped_steps=progress.skipped_steps,
-        epochs=-(-schedule.planned_rows // windows.rows),
-        epoch_step=windows.steps_per_epoch - steps_left,
-        epoch_steps=windows.steps_per_epoch,
-        epoch_minutes_left=steps_left * seconds_per_step / 60,
-        peak_memory_gib=peak_memory_gib(run.world.device),
-    )
-    run.console.print(format_log_line(entry))
-    if run.world.is_main:
-        run.saver.files.metrics.write(entry.record())
-        run.tracker.log(entry.record(), progress.step)
-    warning = run.state.watch.update(progress.step, loss, lr, entry.grad_norm, run.saver.last_good_step or None)
-    if warning:
-        run.console.print(warning)
-
-
-def evaluation_is_due(run: Run) -> bool:
-    if run.validation is None:
-        return False
-    progress, interval = run.state.progress, run.config.eval_interval
-    ends_epoch = progress.rows_seen % run.state.windows.rows == 0
-    return run.is_finished or (progress.step % interval == 0 if interval else ends_epoch)
-
-
-def evaluate_and_log(run: Run) -> bool:
-    """Evaluate, log, and say whether this is the best so far. All ranks must call."""
-    progress = run.state.progress
-    result = evaluate_run(run)
-    run.val_loss, progress.evaluated_step = result.val_loss, progress.step
-    run.console.print(
-        f"Step {progress.step}: val_loss: {result.val_loss:.4f}, val_ppl: {result.val_ppl:.2f}, "
-        f"val_bits_per_byte: {result.val_bits_per_byte:.4f}"
-    )
-    if run.world.is_main:
-        figures = asdict(result)
-        run.saver.files.metrics.write({"step": progress.step, **figures})
-        run.tracker.log(figures, progress.step)
-    if not result.val_loss < (math.inf if progress.best_val_loss is None else progress.best_val_loss):  # NaN: no
-        return False
-    progress.best_val_loss, progress.best_step = result.val_loss, progress.step
-    return True
-
-
-def evaluate_run(run: Run) -> Evaluation:
-    """The validation set's figures with the model as it is. All ranks must call."""
-    precision = autocast(run.world.device, run.dtype)
-    assert run.validation is not None, "evaluation was asked for without validation texts"
-    return evaluate(unwrap(run.model), run.validation, run.state.windows.batch_size, run.world, precision, run.stop)
 
 
 # --- the end ---
@@ -362,27 +283,6 @@ def finish(run: Run) -> int:
     run.tracker.finish()
     leave_group(run.world)
     return 0
-
-
-def report_on_sample(run: Run) -> None:
-    """For the bundled sample, whose entropy is known: how near the model has come to the lowest possible loss."""
-    is_whole_sample = run.config.uses_sample and not run.config.val_path and not run.config.eval_rows
-    if is_whole_sample and run.validation and run.val_loss is not None:
-        run.console.print(floor_report(SAMPLE_FOLDER, run.validation, run.val_loss))
-
-
-def sample_texts(run: Run) -> list[str]:
-    """A few texts by the model as it is now, drawn without touching the training's random numbers."""
-    if not run.config.samples:
-        return []
-    from model.sampling import sample_text
-
-    model, tokenizer, seed = unwrap(run.model), run.tokenizer, run.config.seed
-    with uncompiled():  # every length of text would be compiled anew
-        return [
-            sample_text(model, tokenizer, "", max_new_tokens=120, temperature=0.8, top_p=0.9, seed=seed + index)
-            for index in range(run.config.samples)
-        ]
 
 
 def report_evaluation(run: Run) -> int:

@@ -135,7 +135,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_resume_makes_up_for_it(words,
     val = write_corpus(tmp_path / "val.jsonl", documents=10, seed=3)
     words = [*words, "--val_path", str(val), "--eval_interval", "5"]
     finish(launch(words, "--save_weight", "w"))
-    finish(launch(words, hooks=[at_call("train_pretrain.evaluate", call, "SIGTERM")]), expect=143)
+    finish(launch(words, hooks=[at_call("reporting.evaluate", call, "SIGTERM")]), expect=143)
     assert saved_step(words) == (5 if call == 1 else 13)
     assert status_of(words) == "stopped"
     assert_resume_is_bit_equal(words, whole)
@@ -229,7 +229,7 @@ def test_one_signalled_rank_stops_both_in_an_evaluation_and_in_the_first_step(wh
     hooks = {1: [at_call("train_pretrain.autocast", 1, "SIGTERM")]}
     finish(launch(words, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (0, "stopped")
-    hooks = {1: [at_call("train_pretrain.evaluate", 1, "SIGTERM")]}
+    hooks = {1: [at_call("reporting.evaluate", 1, "SIGTERM")]}
     finish(launch(words, "--val_path", val, "--eval_interval", 3, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (3, "stopped")
 
