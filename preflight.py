@@ -146,12 +146,12 @@ def check_device(config: Config) -> list[str]:
     if not torch.cuda.is_available():
         return [f"--device {name}: no CUDA device can be used here (torch {torch.__version__}); use --device cpu"]
     count, ranks = torch.cuda.device_count(), local_ranks()
-    if device.index is None and ranks > count:  # every rank says so, not only those without a card
-        return [f"--device {name}: {ranks} ranks on this machine, {count} cards; start {count} ranks at most"]
+    if device.index is None and ranks > count:  # every rank says so, not only those without a GPU
+        return [f"--device {name}: {ranks} ranks on this machine, {count} GPUs; start {count} ranks at most"]
     if device.index is not None and device.index >= count:
-        return [f"--device {name}: there is no card {device.index}; this machine has {count}, counted from 0"]
+        return [f"--device {name}: there is no GPU {device.index}; this machine has {count}, counted from 0"]
     if device.index is not None and ranks > 1:
-        return [f"--device {name}: all {ranks} ranks would share one card; use --device cuda"]
+        return [f"--device {name}: all {ranks} ranks would share one GPU; use --device cuda"]
     wanted = device.index or 0
     if config.dtype == "bfloat16" and torch.cuda.get_device_capability(wanted) < (8, 0):
         return [f"--dtype bfloat16: {torch.cuda.get_device_name(wanted)} has none; use float16 or auto"]

@@ -103,7 +103,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def init_distributed_mode(device_name: str = "auto") -> World:
-    """Join the other ranks: NCCL between CUDA cards, gloo elsewhere. A world of one opens no process group."""
+    """Join the other ranks: NCCL between GPUs, gloo elsewhere. A world of one opens no process group."""
     rank, local_rank, size = environment_rank()
     device = choose_device(device_name, local_rank)
     if device.type == "cuda":

@@ -241,7 +241,8 @@ def _no_document(request: _Request, ledger: dict) -> str:
     counts = f"{ledger['lines']:,} lines, {ledger['blank_lines']:,} blank, {ledger['empty_texts']:,} empty texts"
     if request.val_fraction:
         counts += f", {ledger['other_part']:,} documents in the other part of val_fraction {request.val_fraction}"
-    return f"{names}: no document to use ({counts}); give more text or another val_fraction"
+    part = f" in part {request.part!r}" if request.val_fraction else ""
+    return f"{names}: no document to use{part} ({counts}); give more text or another val_fraction"
 
 
 @dataclass

@@ -88,7 +88,7 @@ def environment_of(**values: str) -> Callable[[Place], None]:
     return setup
 
 
-def cards(count: int, capability: tuple[int, int] = (8, 0)) -> Callable[[Place], None]:
+def gpus(count: int, capability: tuple[int, int] = (8, 0)) -> Callable[[Place], None]:
     def setup(place: Place) -> None:
         place.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         place.monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -103,7 +103,7 @@ def copied_run(place: Place) -> Path:
     return Path(shutil.copytree(place.run, place.folder / "w" / "good_32"))
 
 
-def without_card(place: Place) -> None:
+def without_gpu(place: Place) -> None:
     (copied_run(place) / "good_32.json").unlink()
 
 
@@ -429,24 +429,24 @@ CASES = [
         ["--device cuda: no CUDA device can be used here", "use --device cpu"],
         setup=lambda place: place.monkeypatch.setattr(torch.cuda, "is_available", lambda: False),
     ),
-    Case("device: no such card", "--device cuda:2", ["there is no card 2; this machine has 2"], setup=cards(2)),
+    Case("device: no such GPU", "--device cuda:2", ["there is no GPU 2; this machine has 2"], setup=gpus(2)),
     Case(
-        "device: more ranks than cards",
+        "device: more ranks than GPUs",
         "--device cuda",
-        ["3 ranks on this machine, 2 cards; start 2 ranks at most"],
-        setup=lambda place: (cards(2)(place), environment_of(RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")(place)),
+        ["3 ranks on this machine, 2 GPUs; start 2 ranks at most"],
+        setup=lambda place: (gpus(2)(place), environment_of(RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")(place)),
     ),
     Case(
-        "device: all ranks on one card",
+        "device: all ranks on one GPU",
         "--device cuda:0",
-        ["all 2 ranks would share one card; use --device cuda"],
-        setup=lambda place: (cards(2)(place), environment_of(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")(place)),
+        ["all 2 ranks would share one GPU; use --device cuda"],
+        setup=lambda place: (gpus(2)(place), environment_of(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")(place)),
     ),
     Case(
-        "device: a card without bfloat16",
+        "device: a GPU without bfloat16",
         "--device cuda --dtype bfloat16",
         ["--dtype bfloat16: Old Card has none; use float16 or auto"],
-        setup=cards(1, (7, 5)),
+        setup=gpus(1, (7, 5)),
     ),
     flag("--seed 1", "free, this run's saves need", "lower --keep_checkpoints", setup=free_disk(10_000)),
     flag("--keep_checkpoints 100000000", "this run's saves need"),
@@ -506,19 +506,19 @@ CASES = [
         "weights: of an unknown tokenizer",
         "--from_weight w/good_32",
         ["does not say which tokenizer it was trained with", "give that tokenizer with --tokenizer_path"],
-        setup=without_card,
+        setup=without_gpu,
     ),
     Case(
         "weights: another vocabulary",
         "--from_weight w/good_32 --tokenizer_path t",
         ["model.embed_tokens.weight has shape [6400, 32], this model needs ["],
-        setup=lambda place: (without_card(place), make_folder(Path("t"))),
+        setup=lambda place: (without_gpu(place), make_folder(Path("t"))),
     ),
     Case(
         "weights: another shape",
         "--from_weight w/good_32 --tokenizer_path model --num_hidden_layers 3",
         ["--from_weight", "the saved parameters are those of another architecture", "is missing"],
-        setup=without_card,
+        setup=without_gpu,
     ),
     Case(
         "weights: damaged",
