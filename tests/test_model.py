@@ -1,10 +1,13 @@
 """The decoder: parity with Hugging Face's Qwen3, documents kept apart, gradients everywhere, configuration errors."""
 
+import contextlib
 import math
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
+import model.moe as experts
 from model.attention import (
     AttentionPlan,
     attend,
@@ -467,6 +470,28 @@ def test_the_compiled_model_has_the_same_loss_and_gradients(moe):
     assert abs(loss.item() - expected) < 1e-5
     for parameter, gradient in zip(model.parameters(), eager, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+@KINDS
+def test_the_kernels_for_cuda_are_called_with_shapes_and_types_they_take_forward_and_backward(moe, monkeypatch):
+    """On the meta device, where operators check their inputs and compute nothing: flash attention over documents, and
+    grouped products for the experts."""
+    called = []
+    for module, name in ((varlen, "varlen_attn"), (torch.nn.functional, "grouped_mm")):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _k=kernel, _n=name, **o: called.append(_n) or _k(*a, **o))
+    monkeypatch.setattr(experts, "grouped_products_run_on", lambda *_: True)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which the meta device does not know
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    with torch.device("meta"):
+        model = build(moe, hidden_size=64).bfloat16()
+        model.attention_backend = "varlen"
+        row = torch.zeros(2, 24, dtype=torch.int64)
+        boundaries = torch.zeros(9, dtype=torch.int32)
+        loss = model(row, position_ids=row, document_ids=row, boundaries=boundaries, targets=row).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    assert called == (["varlen_attn", "grouped_mm", "grouped_mm"] if moe else ["varlen_attn"]) * 2
 
 
 @pytest.mark.gpu
