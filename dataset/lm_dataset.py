@@ -194,7 +194,7 @@ def _before_within(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return before - np.repeat(before[np.cumsum(groups) - groups], groups)
 
 
-# ---------------------------------------------------------------------------------------------- row plans
+# --- row plans ---
 
 
 def _load_or_plan(cache: TokenCache, size: int, packing: bool, documents: np.ndarray | None) -> RowPlan:
@@ -256,7 +256,7 @@ def choose_documents(cache: TokenCache, max_rows: int, max_seq_len: int, seed: i
     return np.sort(drawn[:low]) if low else np.array([needed.argmin()])
 
 
-# ---------------------------------------------------------------------------------------------- which rows, when
+# --- which rows, when ---
 
 
 class SkipBatchSampler(Sampler[list[int]]):

@@ -126,7 +126,7 @@ def _number_by_first_piece(row: np.ndarray) -> np.ndarray:
     return name[row]
 
 
-# ---------------------------------------------------------------------------------------------- the order of rows
+# --- the order of rows ---
 
 ROUNDS = 8
 

@@ -83,7 +83,7 @@ class ReadingLedger:
             self.examples.append(f"{path}:{line}: {reason}{': ' + detail if detail else ''}")
 
 
-# ---------------------------------------------------------------------------------------------- finding the files
+# --- finding the files ---
 
 
 def find_files(data_path: str | os.PathLike | list) -> list[SourceFile]:
@@ -201,7 +201,7 @@ def _wrong_content(head: bytes, kind: str) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------- reading them
+# --- reading them ---
 
 
 class TextReader:

@@ -78,7 +78,7 @@ def _restore(backend: str, bos_id: int, eos_id: int, pad_id: int, parse_special:
     return TextTokenizer(Tokenizer.from_str(backend), json.loads(backend), bos_id, eos_id, pad_id, parse_special)
 
 
-# ---------------------------------------------------------------------------------------------- loading
+# --- loading ---
 
 
 def _load_backend(folder: Path) -> tuple[Any, dict[str, str]]:
@@ -159,7 +159,7 @@ def _pruned(node: Any) -> Any:
     return [_pruned(value) for value in node] if isinstance(node, list) else node
 
 
-# ---------------------------------------------------------------------------------------------- cutting long texts
+# --- cutting long texts ---
 
 
 class TextCuts:

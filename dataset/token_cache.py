@@ -132,7 +132,7 @@ def count_shared(cache: TokenCache, other: TokenCache) -> int:
     return int(np.isin(other.document_hashes, cache.document_hashes).sum())
 
 
-# ---------------------------------------------------------------------------------------------- which cache
+# --- which cache ---
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _changed_source(metadata: dict, request: _Request) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------- building
+# --- building ---
 
 
 def _build(folder: Path, request: _Request, say: Callable[[str], None], progress: bool) -> None:

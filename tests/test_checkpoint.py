@@ -82,7 +82,7 @@ def flip_bit(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
+# --- files ---
 def test_our_safetensors_files_are_read_by_the_safetensors_library_for_every_dtype_and_shape(tmp_path):
     tensors = {
         "f64": torch.randn(3, 2, dtype=torch.float64),
@@ -144,7 +144,7 @@ def test_no_folder_and_leftovers_alone_are_no_saves(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
-# --------------------------------------------------------------------------------------------------------------- damage
+# --- damage ---
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_is_found_wherever_it_is_and_the_save_before_is_taken(tmp_path, name):
     save(tmp_path, 10)
@@ -200,7 +200,7 @@ def test_damaged_saves_set_aside_are_neither_counted_by_prune_nor_forgotten(tmp_
         checkpoint.load_newest(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------ replacing, pruning, crashes
+# --- replacing, pruning, crashes ---
 def test_a_second_save_of_the_same_step_replaces_the_first(tmp_path):
     save(tmp_path, 4, note="first")
     save(tmp_path, 4, note="second")
@@ -303,7 +303,7 @@ def test_a_writer_killed_at_random_instants_always_leaves_its_newest_save_whole(
     assert "survived 25 kills" in result.stdout and not result.stdout.rstrip().endswith("step 0")
 
 
-# ------------------------------------------------------------------------------------------------------ failing to save
+# --- failing to save ---
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
@@ -376,7 +376,7 @@ def test_a_file_where_the_folder_should_be_is_a_save_that_failed(tmp_path):
         files.write_file_atomic(tmp_path / "resume" / "x.json", "{}")
 
 
-# -------------------------------------------------------------------------------------------- parameters and optimizers
+# --- parameters and optimizers ---
 @pytest.mark.parametrize(
     "make",
     [
@@ -499,7 +499,7 @@ def test_names_are_the_same_plain_compiled_or_inside_ddp(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------------------- random numbers
+# --- random numbers ---
 def draw() -> list:
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()]
 
@@ -538,7 +538,7 @@ def test_the_cuda_generator_and_snapshots_from_cuda_are_exact():
     assert copy.is_pinned() and torch.equal(copy, expected.cpu())
 
 
-# -------------------------------------------------------------------------------------------------------------- loaded
+# --- loaded ---
 def test_weights_are_half_precision_with_every_name_the_tied_head_included_and_a_card(tmp_path):
     model = Tied()
     path = tmp_path / "pretrain_8.pth"
@@ -672,7 +672,7 @@ def test_a_crash_between_weights_and_card_leaves_weights_with_the_card_that_desc
     assert "previous" not in card
 
 
-# -------------------------------------------------------------------------------------------------------- in background
+# --- in background ---
 def test_saves_run_beside_the_loop_one_at_a_time():
     running, order, gate = [], [], threading.Event()
 

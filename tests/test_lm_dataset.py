@@ -69,7 +69,7 @@ def pieces_of(batch: Batch):
             yield ids[at].tolist(), targets[at].tolist()
 
 
-# ---------------------------------------------------------------------------------------------- packed batches
+# --- packed batches ---
 
 
 @pytest.mark.parametrize("size", [2, 7, 32, 512])
@@ -203,7 +203,7 @@ def test_a_subset_of_documents_makes_rows_of_those_alone(cache):
     assert dataset.ledger["documents"] == 4
 
 
-# ---------------------------------------------------------------------------------------------- plans kept on disk
+# --- plans kept on disk ---
 
 
 def test_a_plan_is_made_once_and_read_afterwards(make_cache, monkeypatch):
@@ -279,7 +279,7 @@ def test_a_batch_costs_less_than_a_millisecond_and_a_million_documents_open_with
     print(f"batch of 32 x 512: {(time.perf_counter() - started) / len(rows) * 1e3:.2f} ms")
 
 
-# ---------------------------------------------------------------------------------------------- evaluation documents
+# --- evaluation documents ---
 
 
 def test_chosen_documents_fill_no_more_rows_than_asked_and_most_of_them(cache):
@@ -306,7 +306,7 @@ def test_documents_longer_than_all_rows_asked_for_are_passed_over(make_cache):
     assert choose_documents(make_cache([TEXT * 30, TEXT * 20]), 1, 16, seed=0).tolist() == [1]
 
 
-# ---------------------------------------------------------------------------------------------- validate
+# --- validate ---
 
 
 def batch_of(**changes):
@@ -354,7 +354,7 @@ def test_validate_reads_no_values_off_a_device():
     assert batch.targets.device.type == "meta"
 
 
-# ---------------------------------------------------------------------------------------------- the sampler
+# --- the sampler ---
 
 
 class Counted:
@@ -446,7 +446,7 @@ def test_impossible_samplers_are_refused(wrong):
         SkipBatchSampler(RowOrder(10, 0, 0), **options)
 
 
-# ---------------------------------------------------------------------------------------------- the shared corpus
+# --- the shared corpus ---
 
 
 def test_padding_of_the_shared_corpus_is_below_one_percent_at_512(shared_data, tmp_path):

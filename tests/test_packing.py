@@ -33,7 +33,7 @@ def reference_best_fit(lengths: list[int], size: int) -> list[int]:
     return sorted(rooms)
 
 
-# ---------------------------------------------------------------------------------------------- packed rows
+# --- packed rows ---
 
 
 @settings(max_examples=300, deadline=None)
@@ -138,7 +138,7 @@ def test_a_million_documents_are_planned_in_time_linear_in_their_number():
     assert seconds[1] < 20 * seconds[0] + 1
 
 
-# ---------------------------------------------------------------------------------------------- the order of rows
+# --- the order of rows ---
 
 
 def test_the_order_is_a_bijection_for_every_size_up_to_2000_and_beyond():

@@ -40,7 +40,7 @@ def jsonl(tmp_path):
     return write
 
 
-# ---------------------------------------------------------------------------------------------- texts survive
+# --- texts survive ---
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_whatever_texts_are_written_come_out_again(tmp_path_factory, texts, asci
         assert read(str(path))[0] == texts
 
 
-# ---------------------------------------------------------------------------------------------- counted, not wrong
+# --- counted, not wrong ---
 
 
 def test_blank_lines_and_empty_texts_are_counted_and_left_out(jsonl):
@@ -108,7 +108,7 @@ def test_nan_and_endless_numbers_elsewhere_in_the_object_are_accepted(jsonl):
     assert read(jsonl(data))[0] == ["one", "two", "three"]
 
 
-# ---------------------------------------------------------------------------------------------- wrong lines
+# --- wrong lines ---
 
 WRONG = {
     "not json": (b"hello", "invalid JSON"),
@@ -234,7 +234,7 @@ def test_any_bytes_at_all_are_read_or_reported(tmp_path_factory, data):
         assert all(isinstance(problem, str) and problem for problem in error.problems)
 
 
-# ---------------------------------------------------------------------------------------------- kinds of files
+# --- kinds of files ---
 
 
 def test_gzip_is_read_and_counted_like_plain(jsonl):
@@ -286,7 +286,7 @@ def test_parquet_columns_are_read_and_nulls_are_wrong_lines(tmp_path):
     assert "cannot be read as parquet" in problems(str(tmp_path / "b.parquet"))[0]
 
 
-# ---------------------------------------------------------------------------------------------- which files
+# --- which files ---
 
 
 def names(data_path):

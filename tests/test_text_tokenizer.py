@@ -159,7 +159,7 @@ def test_a_pickled_tokenizer_gives_the_same_ids_and_digest(folder):
     assert (copy.digest, copy.pad_id, copy.parse_special) == (tokenizer.digest, tokenizer.pad_id, True)
 
 
-# ---------------------------------------------------------------------------------------------- cutting long texts
+# --- cutting long texts ---
 
 
 def joined_ids(tokenizer: TextTokenizer, pieces: list[str]) -> list[int]:

@@ -62,7 +62,7 @@ def built_folders(cache_dir: Path) -> list[str]:
     return sorted(entry.name for entry in cache_dir.iterdir() if entry.is_dir())
 
 
-# ---------------------------------------------------------------------------------------------- what is in it
+# --- what is in it ---
 
 
 def test_each_document_is_bos_ids_eos_in_file_order(tmp_path, build, tokenizer, texts):
@@ -135,7 +135,7 @@ def test_a_pickled_cache_maps_the_same_files(tmp_path, build, texts):
     assert len(data) < 10_000 and np.array_equal(copy.tokens, cache.tokens) and copy.ledger == cache.ledger
 
 
-# ---------------------------------------------------------------------------------------------- found again or not
+# --- found again or not ---
 
 
 def forbid_building(monkeypatch):
@@ -251,7 +251,7 @@ def test_verify_keeps_a_good_cache(tmp_path, build, texts, monkeypatch):
     build(path, verify=True)
 
 
-# ---------------------------------------------------------------------------------------------- wrong lines, no cache
+# --- wrong lines, no cache ---
 
 
 def test_wrong_lines_publish_no_cache_and_skip_builds_one(tmp_path, build, texts):
@@ -283,7 +283,7 @@ def test_files_without_a_single_document_are_refused(tmp_path, build, data):
     assert built_folders(tmp_path / "cache") == []
 
 
-# ---------------------------------------------------------------------------------------------- held-out documents
+# --- held-out documents ---
 
 
 def test_held_out_documents_are_never_trained_on_and_none_is_lost(tmp_path, build, tokenizer, texts):
@@ -327,7 +327,7 @@ def test_a_fraction_that_holds_nothing_out_is_refused_in_words(tmp_path, build):
         build(write(tmp_path / "a.jsonl", ["one"]), val_fraction=1e-6, part="val")
 
 
-# ---------------------------------------------------------------------------------------------- disks and processes
+# --- disks and processes ---
 
 
 DISK_ERRORS = {errno.ENOSPC: "the disk is full", errno.EROFS: "read-only", errno.EIO: "Input/output error"}
@@ -446,7 +446,7 @@ def test_a_waiting_process_can_be_interrupted(tmp_path, tokenizer_folder, texts)
         first.communicate()
 
 
-# ---------------------------------------------------------------------------------------------- what is said
+# --- what is said ---
 
 
 def test_the_size_is_announced_before_and_close_to_what_it_becomes(tmp_path, build, capsys):
@@ -470,7 +470,7 @@ def test_without_progress_nothing_is_printed(tmp_path, build, texts, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# ---------------------------------------------------------------------------------------------- sizes
+# --- sizes ---
 
 MEASURE = """
 import re, sys
