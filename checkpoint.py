@@ -3,7 +3,7 @@
 Float32 parameters, optimizer state and random generators (safetensors), counters (JSON), and a manifest of sizes and
 SHA-256 digests that is written last. What has its name is whole. Temporary names: `.tmp-step_N-PID` (being written),
 `.old-step_N-PID` (being replaced by a newer save of the same step; it counts while there is no `step_N`),
-`.del-step_N-PID` (being deleted).
+`.del-step_N-PID` (being deleted). `damaged-step_N` was found broken by a resume that went on from an older one.
 """
 
 import hashlib
@@ -43,7 +43,6 @@ def write_checkpoint(
         state: what JSON can hold (keys must be strings); floats come back bit-equal, infinities and NaN included.
     Raises SaveFailed; earlier saves, one of the same step included, are untouched then.
     """
-    resume_dir = Path(resume_dir)
     name = f"step_{step:08d}"
     folder, temporary = resume_dir / name, resume_dir / f".tmp-{name}-{os.getpid()}"
     try:
@@ -154,7 +153,6 @@ def _where(folder: Path) -> Path:
 
 def find_checkpoints(resume_dir: Path) -> list[tuple[int, Path]]:
     """Completed saves as (step, folder), oldest first; whether they are whole is `verify_checkpoint`'s question."""
-    resume_dir = Path(resume_dir)
     if not resume_dir.is_dir():
         return []
     found: dict[int, Path] = {}
@@ -197,7 +195,6 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """One given save, its digests checked. Raises CheckpointError."""
-    folder = Path(folder)
     if problems := verify_checkpoint(folder):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(folder)
@@ -225,7 +222,7 @@ def load_newest(resume_dir: Path) -> Checkpoint | None:
             continue
         checkpoint.damaged, checkpoint.damaged_folders = damaged, folders
         return checkpoint
-    damaged += [f"{folder} was found damaged before" for folder in sorted(Path(resume_dir).glob("damaged-step_*"))]
+    damaged += [f"{folder} was found damaged before" for folder in sorted(resume_dir.glob("damaged-step_*"))]
     if damaged:
         listed = "".join(f"\n  - {problem}" for problem in damaged)
         raise CheckpointError(
@@ -234,13 +231,11 @@ def load_newest(resume_dir: Path) -> Checkpoint | None:
     return None
 
 
-def clean_leftovers(folder: Path) -> list[str]:
+def clean_leftovers(folder: Path) -> None:
     """Remove what killed processes left in a run or resume folder and bring back a save caught while being replaced.
 
-    Only while nothing else writes there. Returns the names dealt with. Main process only.
+    Only while nothing else writes there. Main process only.
     """
-    folder = Path(folder)
-    dealt_with = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         old = OLD_NAME.fullmatch(path.name)
         if old and not (folder / f"step_{old[1]}").exists():
@@ -248,25 +243,18 @@ def clean_leftovers(folder: Path) -> list[str]:
             sync(folder)
         elif old or LEFTOVER_NAME.fullmatch(path.name):
             remove_quietly(path)
-        else:
-            continue
-        dealt_with.append(path.name)
-    return dealt_with
 
 
-def prune(resume_dir: Path, keep: int, also_keep: Iterable[int] = ()) -> list[int]:
-    """Delete all but the `keep` newest saves and those of the steps in `also_keep`; returns the steps deleted.
+def prune(resume_dir: Path, keep: int, also_keep: Iterable[int] = ()) -> None:
+    """Delete all but the `keep` newest saves and those of the steps in `also_keep`.
 
     Pass the step just written in `also_keep`. A folder is renamed before it is emptied: half of one is never a save.
     """
     assert keep >= 1, f"keep must be at least 1, got {keep}"
     spared = set(also_keep)
-    deleted = []
     for step, folder in find_checkpoints(resume_dir)[:-keep]:
         if step not in spared:
             doomed = folder.with_name(f".del-step_{step:08d}-{os.getpid()}")
             remove_quietly(doomed)
             os.rename(folder, doomed)
             remove_quietly(doomed)
-            deleted.append(step)
-    return deleted

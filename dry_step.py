@@ -100,7 +100,7 @@ def try_step(
 
         def forward_backward() -> None:
             with autocast(device, dtype):
-                out = losses_of(model, batch, divisor, config)
+                out = losses_of(model, batch, divisor, config.label_smoothing, config.z_loss)
             scaler.scale(out.loss).backward()
 
         forward_backward()

@@ -15,7 +15,7 @@ from torch import nn
 
 from metrics import perplexity
 from stopping import StopRequested, StopSignal
-from trainer_utils import World, to_device
+from trainer_utils import World, losses_of, to_device
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,11 @@ def evaluate(
             begin = first + world.rank * batch_size
             rows = [row if row < len(dataset) else -1 for row in range(begin, begin + batch_size)]
             batch = to_device(dataset.__getitems__(rows), world.device, most_documents)
-            with precision:
-                out = model(
-                    batch.input_ids,
-                    position_ids=batch.position_ids,
-                    document_ids=batch.document_ids,
-                    boundaries=batch.boundaries,
-                    targets=batch.targets,
-                    target_count=one,  # the plain sum: means of means would weigh short rows wrongly
-                )
+            with precision:  # divided by one: means of means would weigh short rows wrongly
+                out = losses_of(model, batch, one)
             nats += out.logits_loss.cpu().double()  # MPS has no float64
             if stop.agreed(world)[0]:
-                raise StopRequested(stop.received)
+                raise StopRequested
     finally:
         model.train(was_training)
     total = world.sum([nats.item()])[0]

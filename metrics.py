@@ -134,17 +134,16 @@ class MetricsFile:
         except OSError as failure:
             raise SaveFailed(f"could not write {self.path}: {failure.strerror or failure}") from failure
 
-    def truncate_after(self, step: int) -> int:
-        """Drop the lines of later steps and torn ones, atomically; returns how many. For a resume at `step`."""
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps and torn ones, atomically. For a resume at `step`."""
         if not self.path.exists():
-            return 0
+            return
         lines = self.path.read_bytes().splitlines(keepends=True)
         kept = [
             line for line in lines if line.endswith(b"\n") and (r := _parse(line)) is not None and r["step"] <= step
         ]
         if len(kept) < len(lines):
             write_file_atomic(self.path, b"".join(kept))
-        return len(lines) - len(kept)
 
 
 class Console:

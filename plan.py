@@ -15,7 +15,9 @@ from trainer_utils import is_hidden_matrix
 
 @dataclass(frozen=True)
 class Plan:
-    """FLOPs count 6 per matmul parameter and token (forward 2, backward 4; the tied head once, embedding look-up 0,
+    """What a run of these settings on these data comes to.
+
+    FLOPs count 6 per matmul parameter and token (forward 2, backward 4; the tied head once, embedding look-up 0,
     active experts only) and 12 x width for each attended pair of tokens and layer. The last three fields stay None
     until a dry step has measured them."""
 

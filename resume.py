@@ -77,7 +77,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where the run ends and what the learning rate is on the way, all counted in rows."""
+    """Where the run ends, and what the learning rate is on the way there."""
 
     total_steps: int
     planned_rows: int
@@ -190,7 +190,7 @@ class TrainingState:
 
     def restore(self, checkpoint: Checkpoint, rank: int, device: torch.device, reset_optimizer: bool) -> list[str]:
         """Take parameters, optimizer, scaler and random states back from a save. Returns what could not be carried
-        over, in words. Raises CheckpointError, before anything is changed, if shapes or names differ."""
+        over, in words. Each part is checked before it is changed: CheckpointError if shapes or names differ."""
         restore_parameters(self.model, checkpoint.load("model"))
         notes = []
         if reset_optimizer:

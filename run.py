@@ -464,9 +464,7 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
         choices=state.choices,
         environment=state.environment,
         ledger={
-            part: {**data.cache.ledger, **data.ledger}
-            for part, data in (("train", prepared.dataset), ("val", prepared.validation))
-            if data
+            part: data.ledger for part, data in (("train", prepared.dataset), ("val", prepared.validation)) if data
         },
         plan=asdict(prepared.plan),
     )
@@ -529,7 +527,7 @@ def start_page(prepared: Prepared, world_size: int, state: TrainingState) -> lis
 
 def ledger_line(dataset: PretrainDataset) -> str:
     """Documents, tokens, rows and padding of a data set, and what was left out, on one line."""
-    ledger = {**dataset.cache.ledger, **dataset.ledger}
+    ledger = dataset.ledger
     line = (
         f"{ledger['documents']:,} documents, {ledger['bytes']:,} bytes, {ledger['tokens']:,} tokens "
         f"({ledger['bytes_per_token']:.2f} bytes a token), {ledger['rows']:,} rows, "

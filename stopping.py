@@ -20,11 +20,7 @@ from trainer_utils import World, environment_rank, is_torchrun_worker
 
 
 class StopRequested(BaseException):
-    """Raised by a signal where stopping at once loses nothing. Not an Exception: nobody should swallow it."""
-
-    def __init__(self, signum: int):
-        self.signum = signum
-        super().__init__(signal.Signals(signum).name)
+    """Raised where a run that was told to stop can. Not an Exception: nobody should swallow it."""
 
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
@@ -76,7 +72,7 @@ class StopSignal:
         self.received = self.received or signum
         if self.at_once:
             self.at_once = False
-            raise StopRequested(self.received)
+            raise StopRequested
 
     def _watch(self, bell: socket.socket) -> None:
         """The thread: one byte, the signal's number, comes for each signal whatever the main thread is doing."""
@@ -116,7 +112,7 @@ class StopSignal:
         self.at_once = True
         try:
             if self.received:
-                raise StopRequested(self.received)
+                raise StopRequested
             yield
         finally:
             self.at_once = False

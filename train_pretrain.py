@@ -179,7 +179,7 @@ def evaluate_save_or_stop(run: Run) -> None:
         with run.stop.saving():
             run.saver.save(best)  # all ranks
     if stop and not run.is_finished:
-        raise StopRequested(run.stop.received)
+        raise StopRequested
 
 
 def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
@@ -213,12 +213,12 @@ def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, tar
         waiting = run.model.no_sync() if world.size > 1 and not is_last else nullcontext()  # type: ignore[operator]
         with waiting:
             with autocast(world.device, run.dtype):
-                out = losses_of(run.model, batch, divisor, run.config)
+                out = losses_of(run.model, batch, divisor, run.config.label_smoothing, run.config.z_loss)
             # Losses are sums over the step's targets; DDP averages over ranks, which the factor undoes.
             run.state.scaler.scale(out.loss * world.size).backward()
         shares += torch.stack([out.loss, out.logits_loss, out.aux_loss]).detach()
         if not is_last and run.stop.agreed(world)[0]:  # all ranks; a finished window is not dropped
-            raise StopRequested(run.stop.received)
+            raise StopRequested
     return shares
 
 

@@ -1,4 +1,4 @@
-"""What a training loop stands on: ranks and devices, seeds, precision, optimizers, learning rate."""
+"""What a training loop stands on: ranks and devices, seeds, precision, optimizers, learning rate, time, memory."""
 
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ def to_device(batch: Batch, device: torch.device, most_documents: int) -> Batch:
     return batch.to(device, non_blocking=on_cuda)
 
 
-def losses_of(model: nn.Module, batch: Batch, target_count: Tensor, config: Any) -> Any:
+def losses_of(
+    model: nn.Module, batch: Batch, target_count: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Any:
     """The model's output on one micro-batch: loss, logits_loss and aux_loss, each a sum over its targets divided by
     `target_count`, the targets of the whole step."""
     return model(
@@ -165,8 +167,8 @@ def losses_of(model: nn.Module, batch: Batch, target_count: Tensor, config: Any)
         boundaries=batch.boundaries,
         targets=batch.targets,
         target_count=target_count,
-        label_smoothing=config.label_smoothing,
-        z_loss=config.z_loss,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
     )
 
 

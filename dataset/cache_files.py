@@ -87,7 +87,7 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, dict]:
-    """Write each array raw as <name>.bin; the answer is what `damage` compares with later."""
+    """Write each array raw as <name>.bin; returns what `read_metadata` compares with later."""
     entries = {}
     for name, array in arrays.items():
         with HashedFile(folder / f"{name}.bin") as file:

@@ -160,6 +160,7 @@ class PretrainDataset(Dataset):
         positions = rows * self.max_seq_len
         used = targets if self.packing else targets + rows
         return {
+            **self.cache.ledger,
             "documents": len(lengths),
             "rows": rows,
             "positions": positions,

@@ -27,7 +27,7 @@ class TextTokenizer:
     ):
         backend.no_truncation()  # settings of the file, meant for other uses
         backend.no_padding()
-        # True: "<|im_end|>" inside a text is the ten characters it looks like, not an end of document.
+        # When true, "<|im_end|>" inside a text is the ten characters it looks like, not an end of document.
         # Added tokens that are not special (runs of spaces in some vocabularies) stay ordinary vocabulary.
         backend.encode_special_tokens = not parse_special
         self.backend, self.parse_special = backend, parse_special

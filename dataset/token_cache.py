@@ -53,11 +53,8 @@ class TokenCache:
     def __init__(self, folder: Path, metadata: dict):
         self.folder, self.metadata = folder, metadata
         self.fingerprint: str = metadata["fingerprint"]
-        self.tokenizer_digest: str = metadata["tokenizer"]["digest"]
-        self.bos_id: int = metadata["tokenizer"]["bos_id"]
         self.eos_id: int = metadata["tokenizer"]["eos_id"]
         self.pad_id: int = metadata["tokenizer"]["pad_id"]
-        self.vocab_size: int = metadata["tokenizer"]["vocab_size"]
         self.ledger: dict[str, Any] = metadata["ledger"]
 
     @functools.cached_property

@@ -145,6 +145,11 @@ def compare_digests(old: list[dict[str, Any]], new: list[dict[str, Any]], last: 
     if apart:
         equal = steps.index(apart[0])
         return False, f"weights: part at the save of step {apart[0]}, {equal} digests equal before it"
+    if not steps:
+        return (
+            True,
+            "weights: not compared, no save of both; take a multiple of the run's save_interval as --steps",
+        )
     return True, f"weights: {len(steps)} of {len(steps)} digests equal"
 
 

@@ -26,7 +26,9 @@ def flag_table() -> str:
     groups: dict[str, list[str]] = {}
     for name, entry in OPTIONS.items():
         default = entry.default if entry.default != "" else "(empty)"
-        text = entry.metadata["help"].replace("|", "\\|")
+        choices = entry.metadata.get("choices", ())
+        values = "" if choices in ((), (0, 1)) else f"; one of {', '.join(map(str, choices))}"
+        text = (entry.metadata["help"] + values).replace("|", "\\|")
         groups.setdefault(entry.metadata["group"], []).append(f"| `--{name}` | {default} | {text} |")
     return "\n".join(
         f"**{group}**\n\n| flag | default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
