@@ -174,6 +174,11 @@ class Checkpoint:
     damaged: list[str] = field(default_factory=list)
     damaged_folders: list[Path] = field(default_factory=list)
 
+    @property
+    def weights_digest(self) -> str:
+        """SHA-256 (hex) of the float32 parameters: equal for two saves whose parameters are bit-equal."""
+        return self.manifest["files"]["model.safetensors"]["sha256"]
+
     def load(self, name: str) -> dict[str, Tensor]:
         """The tensors of `<name>.safetensors`, on the host. Raises CheckpointError."""
         path = _where(self.folder) / f"{name}.safetensors"

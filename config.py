@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataset.errors import UserError
+
 ROOT = Path(__file__).resolve().parent
 SAMPLE_FOLDER = ROOT / "dataset" / "sample"
 
@@ -24,14 +26,6 @@ SAMPLE_FOLDER = ROOT / "dataset" / "sample"
 FREE = "free"  # taken silently: it cannot change the numbers
 SHOWN = "shown"  # taken, and the effect is printed
 FIXED = "fixed"  # refused: it would be another run
-
-
-class UserError(Exception):
-    """Mistakes the user can mend, each as value - reason - remedy. Ends the program with status 2 and no traceback."""
-
-    def __init__(self, problems: str | list[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
 
 
 def option(default: Any, group: str, text: str, on_resume: str = FREE, **limits: Any) -> Any:
@@ -165,6 +159,10 @@ class Config:
     @property
     def run_folder(self) -> Path:
         return resolve_path(self.save_dir) / self.run_name
+
+    @property
+    def resume_folder(self) -> Path:
+        return self.run_folder / "resume"
 
     @property
     def uses_sample(self) -> bool:
@@ -333,9 +331,9 @@ def load_config(argv: list[str] | None = None) -> Config:
     return Config(**values, given=frozenset(values), flags=frozenset(spoken))
 
 
-def report(error: Exception) -> int:
+def report(error: UserError) -> int:
     """Print what is wrong, a line a problem; returns the exit status of a mistake."""
-    for problem in getattr(error, "problems", None) or [str(error)]:
+    for problem in error.problems:
         print(f"Error: {problem}", file=sys.stderr)
     return 2
 

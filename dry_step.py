@@ -41,10 +41,11 @@ def rehearse(
     place. Elsewhere a small micro-batch is timed. Raises UserError when not even one row fits.
     """
 
+    on_cuda = world.device.type == "cuda"
+
     def attempt(batch_size: int) -> Measured:
         return try_step(model, dataset, batch_size, config, world.device, dtype, update=on_cuda)
 
-    on_cuda = world.device.type == "cuda"
     if on_cuda:
         with kept_free(RANKS_RESERVE_BYTES * (world.size > 1), world.device):
             return fit_batch_size(windows, attempt, world, may_halve=bool(config.auto_batch))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataset.errors import UserError
 from dataset.hashed_file import HashedFile, sync
 
 SAFETENSORS_NAMES = {
@@ -30,7 +31,7 @@ SAFETENSORS_NAMES = {
 }
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint or weights file cannot be used; the text says which, why and what to do."""
 
 

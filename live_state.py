@@ -3,7 +3,7 @@ and refused before anything is changed.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from files import CheckpointError
-
-Optimizers = Optimizer | Sequence[Optimizer]
 
 # --- parameters and optimizers ---
 
@@ -76,18 +74,21 @@ def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         parameter.copy_(tensors[name])
 
 
-def _optimizer_list(optimizers: Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+# State of a parameter after a step.
+STATE_KEYS: dict[type[Optimizer], set[str]] = {
+    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
+    torch.optim.Muon: {"momentum_buffer"},
+}
 
 
-def flatten_optimizer(optimizers: Optimizers, model: nn.Module) -> dict[str, Tensor]:
+def flatten_optimizer(optimizers: list[Optimizer], model: nn.Module) -> dict[str, Tensor]:
     """`<parameter name>/<state key>` -> the optimizer's own tensor (no copy), over one or several optimizers.
 
     Hyperparameters are not included: a resume takes them from its configuration.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model).items()}
     flat: dict[str, Tensor] = {}
-    for optimizer in _optimizer_list(optimizers):
+    for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
             for key, value in entries.items():
                 assert isinstance(value, Tensor), f"optimizer state {key} is a {type(value).__name__}, not a tensor"
@@ -95,16 +96,7 @@ def flatten_optimizer(optimizers: Optimizers, model: nn.Module) -> dict[str, Ten
     return flat
 
 
-def _expected_keys(optimizer: Optimizer) -> set[str] | None:
-    """State keys a parameter has after a step; None for optimizers not listed here (nothing to compare with)."""
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return {"step", "exp_avg", "exp_avg_sq"}
-    if isinstance(optimizer, torch.optim.Muon):
-        return {"momentum_buffer"}
-    return None
-
-
-def restore_optimizer(optimizers: Optimizers, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def restore_optimizer(optimizers: list[Optimizer], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put saved state back into fresh optimizers; lr, weight decay, fused ... stay as the optimizers were built.
 
     `Optimizer.load_state_dict` would overwrite those and takes wrong shapes without a word; here a missing or
@@ -120,15 +112,12 @@ def restore_optimizer(optimizers: Optimizers, model: nn.Module, tensors: Mapping
         saved.setdefault(name, {})[key] = value
     problems: list[str] = []
     plan: list[tuple[Optimizer, nn.Parameter, dict[str, Tensor]]] = []
-    for optimizer in _optimizer_list(optimizers):
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
-            on_device = bool(
-                group.get("fused") or group.get("capturable")
-            )  # their step counts live beside the parameters
+            on_device = bool(group.get("fused"))  # whose step counts live beside the parameters
             for parameter in group["params"]:
                 entries = saved.pop(names[parameter], {})
-                expected = _expected_keys(optimizer) if parameter.requires_grad else set()
-                problems += _state_problems(names[parameter], parameter, entries, expected)
+                problems += _state_problems(names[parameter], parameter, entries, STATE_KEYS[type(optimizer)])
                 plan.append((optimizer, parameter, _placed(entries, parameter, on_device)))
     problems += [f"{name} is not a parameter of this optimizer" for name in saved]
     refuse_differences(
@@ -141,10 +130,7 @@ def restore_optimizer(optimizers: Optimizers, model: nn.Module, tensors: Mapping
             optimizer.state[parameter] = entries
 
 
-def _state_problems(
-    name: str, parameter: Tensor, entries: Mapping[str, Tensor], expected: set[str] | None
-) -> list[str]:
-    wanted = entries.keys() if expected is None else expected
+def _state_problems(name: str, parameter: Tensor, entries: Mapping[str, Tensor], wanted: set[str]) -> list[str]:
     problems = [f"{name}/{key} is missing" for key in wanted - entries.keys()]
     problems += [f"{name}/{key} is not known to this optimizer" for key in entries.keys() - wanted]
     for key, value in entries.items():

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from checkpoint import CheckpointError
 from config import Config, UserError, resolve_path, resolve_paths
-from dataset.text_reader import DataError, find_files
+from dataset.text_reader import find_files
 from plan import Plan, model_bytes
 from trainer_utils import choose_device, environment_rank
 from weights import find_weights
@@ -39,8 +38,8 @@ class Findings(list[str]):
         """What the call returns, or None with its problems noted."""
         try:
             return call(*arguments)
-        except (UserError, DataError, CheckpointError) as error:
-            self.extend(getattr(error, "problems", None) or [str(error)])
+        except UserError as error:
+            self.extend(error.problems)
             return None
 
 
@@ -72,7 +71,7 @@ def check_run_folder(config: Config) -> list[str]:
     if len(name.encode()) > NAME_BYTES:
         return [f"--save_weight {name[:20]}...: a name of {len(name.encode())} bytes; {NAME_BYTES} at most"]
     unset = check_variables(config, "save_dir")
-    return unset or ([] if config.eval_only else check_writable("save_dir", config.run_folder / "resume"))
+    return unset or ([] if config.eval_only else check_writable("save_dir", config.resume_folder))
 
 
 def check_paths(config: Config) -> list[str]:
@@ -203,22 +202,23 @@ def check_combinations(config: Config) -> list[str]:
             "max_seq_len",
             "without packing a row holds bos, a token and eos; give 3 or more",
         ),
-        (
-            config.max_steps > 0 and config.warmup_steps >= config.max_steps,
-            "warmup_steps",
-            f"the run has {config.max_steps} steps; warm up for fewer",
-        ),
-        (
-            config.stop_after > config.max_steps > 0,
-            "stop_after",
-            f"the run ends at --max_steps {config.max_steps}; stop earlier or drop it",
-        ),
     ]
     rules += [
         (config.eval_only == 1 and name in given and bool(getattr(config, name)), name, "--eval_only 1 trains nothing")
         for name in ("overwrite", "stop_after", "samples", "use_wandb")
     ]
-    return [f"--{name} {getattr(config, name)}: {reason}" for broken, name, reason in rules if broken]
+    problems = [f"--{name} {getattr(config, name)}: {reason}" for broken, name, reason in rules if broken]
+    return problems + check_steps(config, config.max_steps)
+
+
+def check_steps(config: Config, total_steps: int) -> list[str]:
+    """Problems of settings that name steps of a run which has so many; 0: not known yet."""
+    problems = []
+    if config.warmup_steps >= total_steps > 0:
+        problems.append(f"--warmup_steps {config.warmup_steps}: the run has {total_steps} steps; warm up for fewer")
+    if config.stop_after > total_steps > 0 and not config.eval_only:
+        problems.append(f"--stop_after {config.stop_after}: the run has {total_steps} steps; stop earlier or drop it")
+    return problems
 
 
 def check_torchrun() -> list[str]:
@@ -247,7 +247,7 @@ def check_torchrun() -> list[str]:
 def local_ranks() -> int:
     """Ranks on this machine, as far as torchrun tells."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdecimal() else environment_rank()[1] + 1
+    return int(told) if told.isdecimal() else environment_rank().local_rank + 1
 
 
 # --- once data and model are known ---
@@ -261,15 +261,9 @@ def check_plan(config: Config, plan: Plan, world_size: int, step: int) -> list[s
         problems.append(
             f"--{flag} {getattr(config, flag)}: the saved run is at step {step}, past the end this gives; raise it"
         )
-    if config.warmup_steps >= plan.total_steps > 0:
-        problems.append(
-            f"--warmup_steps {config.warmup_steps}: the run has {plan.total_steps} steps; warm up for fewer"
-        )
-    if config.stop_after and not config.eval_only:
-        if config.stop_after > plan.total_steps:
-            problems.append(f"--stop_after {config.stop_after}: the run has {plan.total_steps} steps; drop it")
-        elif config.stop_after < step:
-            problems.append(f"--stop_after {config.stop_after}: the saved run is at step {step}; stop later or drop it")
+    problems += check_steps(config, plan.total_steps)
+    if 0 < config.stop_after < step and not config.eval_only:
+        problems.append(f"--stop_after {config.stop_after}: the saved run is at step {step}; stop later or drop it")
     rows = min(plan.global_batch_size, plan.rows)
     if world_size > rows:
         problems.append(

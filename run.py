@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -61,7 +62,6 @@ from saver import RunFiles, Saver
 from stopping import StopSignal
 from tracker import Tracker, start_tracker
 from trainer_utils import (
-    Clock,
     Throughput,
     World,
     build_optimizers,
@@ -109,7 +109,7 @@ class Run:
     tracker: Tracker
     console: Console
     dtype: torch.dtype
-    clock: Clock
+    began: float  # monotonic seconds; earlier for a resumed run, by what it had trained
     val_loss: float | None = None  # of the last evaluation
     throughput: Throughput = field(default_factory=Throughput)
     updates: list[tuple[int, list[int], Tensor]] = field(default_factory=list)  # (step, rows, finite) not yet looked at
@@ -152,6 +152,8 @@ def prepare(config: Config) -> Prepared:
     if checkpoint:
         config = with_saved(config, checkpoint.state["config"])
         config.from_weight = "none"  # a command line that is repeated names it again; it may be gone by now
+    elif config.eval_only and config.from_weight == "none":
+        config.from_weight = config.save_weight
     problems += check_settings(config)
     tokenizer = problems.of(TextTokenizer.load, resolve_path(config.tokenizer_path), bool(config.parse_special))
     if checkpoint and tokenizer:
@@ -191,21 +193,19 @@ def find_save(config: Config) -> Checkpoint | None:
     folder, name = config.run_folder, config.run_name
     has_weights = os.path.exists(folder / f"{name}.pth")
     if config.from_resume:
-        checkpoint = load_newest(folder / "resume")
+        checkpoint = load_newest(config.resume_folder)
         if checkpoint is None and has_weights and has_completed_save(folder) and not config.overwrite:
             raise UserError(
                 f"--from_resume 1: {folder} holds weights but no resume state; start another run from them with "
                 f"--from_weight {config.save_weight} --save_weight NEW, or replace it with --overwrite 1"
             )
         return checkpoint
-    holds_run = has_weights or any((folder / "resume").glob("step_*"))
+    holds_run = has_weights or any(config.resume_folder.glob("step_*"))
     if holds_run and not config.overwrite and not config.eval_only:
         raise UserError(
             f"--save_weight {config.save_weight}: {folder} holds a run already; go on with it (--from_resume 1), "
             "name another (--save_weight NEW) or replace it (--overwrite 1)"
         )
-    if config.eval_only and config.from_weight == "none":
-        config.from_weight = config.save_weight
     return None
 
 
@@ -333,7 +333,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         tracker=tracker,
         console=console,
         dtype=dtype,
-        clock=Clock(prepared.progress.elapsed_seconds),
+        began=time.monotonic() - prepared.progress.elapsed_seconds,
     )
 
 
@@ -444,7 +444,7 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
     except NotImplementedError:
         print(f"Warning: no file locks on this disk; nothing keeps a second run out of {folder}", file=sys.stderr)
     clean_leftovers(folder)
-    clean_leftovers(folder / "resume")
+    clean_leftovers(config.resume_folder)
     if checkpoint:
         for path, problem in zip(checkpoint.set_damaged_aside(), checkpoint.damaged, strict=True):
             print(f"Warning: {problem}; set aside as {path.name}", file=sys.stderr)
@@ -471,8 +471,7 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
     settings = repeatable | {"resume_reset": config.resume_reset}
     record.add_start(prepared.progress.step, config=settings, choices=state.choices, environment=state.environment)
     if checkpoint:  # a kill may have come between the save and its note
-        digest = checkpoint.manifest["files"]["model.safetensors"]["sha256"]
-        record.add_save(checkpoint.step, digest, f"resume/step_{checkpoint.step:08d}")
+        record.add_save(checkpoint.step, checkpoint.weights_digest, f"resume/step_{checkpoint.step:08d}")
     return RunFiles(metrics, record, lock)
 
 

@@ -121,10 +121,6 @@ class Saver:
         return self._files
 
     @property
-    def resume_folder(self) -> Path:
-        return self.folder / "resume"
-
-    @property
     def clock_is_due(self) -> bool:
         """True on the main process when --save_minutes have passed; the other ranks are told."""
         minutes = (time.monotonic() - self._last_time) / 60
@@ -182,9 +178,9 @@ class Saver:
         if best:
             write_weights(self.folder / f"{name}_best.pth", weights, card)
         if self.config.save_state:
-            saved = write_checkpoint(self.resume_folder, step, tensors, facts)
+            saved = write_checkpoint(self.config.resume_folder, step, tensors, facts)
             digest, folder = weights_digest(saved), str(saved.relative_to(self.folder))
-            prune(self.resume_folder, self.config.keep_checkpoints, {step, progress["best_step"]})
+            prune(self.config.resume_folder, self.config.keep_checkpoints, {step, progress["best_step"]})
         self.last_good_step, self._best_on_disk = step, (progress["best_val_loss"], progress["best_step"])
         self.files.record.add_save(step, digest, folder)
 

@@ -131,7 +131,7 @@ class StopSignal:
     def exit_code(self) -> int:
         """128 + signal as plain python; 0 as a torchrun worker, whose launcher would call anything else a failure (and
         must, while ranks have not met: the others would wait for this one)."""
-        have_met = environment_rank()[2] == 1 or dist.is_initialized()
+        have_met = environment_rank().world_size == 1 or dist.is_initialized()
         return 0 if is_torchrun_worker() and have_met else 128 + self.received
 
     def leave(self, reason: str, code: int | None = None) -> None:

@@ -33,8 +33,7 @@ from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import Batch, SkipBatchSampler, collate
 from dataset.packing import RowOrder
-from dataset.text_reader import DataError
-from files import CheckpointError, SaveFailed
+from files import SaveFailed
 from live_state import capture_rng
 from reporting import (
     evaluate_and_log,
@@ -73,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(argv)
         with StopSignal() as stop:
             return run_config(config, stop)
-    except (UserError, DataError, CheckpointError) as error:
-        if environment_rank()[1] > 0:
+    except UserError as error:
+        if environment_rank().local_rank > 0:
             time.sleep(2)  # if the machine's first rank has the same problem, the launcher ends us before we repeat it
         return report(error)
 
@@ -95,7 +94,7 @@ def run_config(config: Config, stop: StopSignal) -> int:
         except StopRequested:
             return save_and_leave(run, stop)
         return finish(run)
-    except (UserError, DataError, CheckpointError):
+    except UserError:
         raise
     except BaseException as error:
         return fail(run, stop, error)
@@ -163,7 +162,7 @@ def count_step(run: Run, rows: list[int], target_count: int, finite: Tensor) -> 
     progress.step += 1
     progress.rows_seen += len(rows)
     progress.tokens_seen += target_count
-    progress.elapsed_seconds = run.clock.elapsed_seconds
+    progress.elapsed_seconds = time.monotonic() - run.began
     run.state.rng = capture_rng(run.world.device)
     run.throughput.count(target_count)
     run.updates.append((progress.step, rows, finite))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,15 +77,22 @@ def is_main_process() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def environment_rank() -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun left them in the environment; (0, 0, 1) without torchrun. Whether they
-    make sense is for `preflight.check_torchrun` to say."""
+class RankOfEnvironment(NamedTuple):
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+def environment_rank() -> RankOfEnvironment:
+    """As torchrun left it in the environment. Whether it makes sense is for `preflight.check_torchrun` to say."""
 
     def number(name: str, default: int) -> int:
         text = os.environ.get(name, "")
         return int(text) if text.isdecimal() else default
 
-    return (number("RANK", 0), number("LOCAL_RANK", 0), number("WORLD_SIZE", 1)) if "RANK" in os.environ else (0, 0, 1)
+    if "RANK" not in os.environ:
+        return RankOfEnvironment()
+    return RankOfEnvironment(number("RANK", 0), number("LOCAL_RANK", 0), number("WORLD_SIZE", 1))
 
 
 def is_torchrun_worker() -> bool:
@@ -96,7 +103,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """The device for this rank. `auto` is CUDA, then MPS (one process only: gloo cannot reach it), then CPU; `cuda`
     means the GPU of the local rank."""
     if name == "auto":
-        has_mps = torch.backends.mps.is_available() and environment_rank()[2] == 1
+        has_mps = torch.backends.mps.is_available() and environment_rank().world_size == 1
         name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     device = torch.device(name)
     return torch.device("cuda", local_rank) if device.type == "cuda" and device.index is None else device
@@ -335,17 +342,6 @@ def get_lr(
 
 
 # --- time ---
-
-
-class Clock:
-    """Seconds of training over all starts of a run: `elapsed_seconds` goes on after a resume."""
-
-    def __init__(self, already: float = 0.0):
-        self._start = time.monotonic() - already
-
-    @property
-    def elapsed_seconds(self) -> float:
-        return time.monotonic() - self._start
 
 
 class Throughput:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from dataset.errors import DataError
 from dataset.hashed_file import HashedFile, file_digest, sync
-from dataset.text_reader import DataError
 
 METADATA = "metadata.json"
 WAIT_SECONDS = 0.25

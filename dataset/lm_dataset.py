@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from dataset.cache_files import disk_errors, locked, new_folder, read_array, read_metadata, write_arrays, write_metadata
+from dataset.errors import DataError
 from dataset.packing import RowOrder, RowPlan, plan_rows
-from dataset.text_reader import DataError
 from dataset.token_cache import TokenCache
 
 IGNORED = -100  # target of a position that has nothing to predict

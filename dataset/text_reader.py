@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataset.errors import DataError
+
 BLOCK_BYTES = 1 << 20
 EXAMPLES_KEPT = 10
 SUFFIXES = {".jsonl": "jsonl", ".jsonl.gz": "jsonl.gz", ".txt": "txt", ".parquet": "parquet"}
@@ -32,17 +34,6 @@ JSON_NAMES = dict(
         strict=True,
     )
 )
-
-
-class DataError(ValueError):
-    """Something a user can put right. `problems`: a string each, saying what was given, why it fails, what to do."""
-
-    def __init__(self, problems: str | list[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
-
-    def __reduce__(self):  # the default would hand the joined message back as the only problem
-        return type(self), (self.problems,)
 
 
 @dataclass(frozen=True)

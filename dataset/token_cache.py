@@ -37,8 +37,9 @@ from dataset.cache_files import (
     silent,
     write_metadata,
 )
+from dataset.errors import DataError
 from dataset.hashed_file import HashedFile, file_digest
-from dataset.text_reader import DataError, SourceFile, TextReader, bad_line_problems, find_files
+from dataset.text_reader import SourceFile, TextReader, bad_line_problems, find_files
 from dataset.text_tokenizer import TextTokenizer
 
 VERSION = 1
@@ -227,10 +228,8 @@ def _build(folder: Path, request: _Request, say: Callable[[str], None], progress
 def _progress_bar(total: int, progress: bool) -> Any:
     from tqdm import tqdm
 
-    unit = functools.partial(tqdm, unit="B", unit_scale=True)
-    return unit(
-        total=total, desc="tokenising", disable=not (progress and sys.stderr.isatty()), mininterval=0.5, leave=False
-    )
+    silent = not (progress and sys.stderr.isatty())
+    return tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, disable=silent, mininterval=0.5, leave=False)
 
 
 def _no_document(request: _Request, ledger: dict) -> str:

@@ -165,8 +165,6 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from config import UserError
-    from dataset.text_reader import DataError
-    from files import CheckpointError
     from model.sampling import sample_text
     from trainer_utils import choose_device, choose_dtype
 
@@ -176,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         # On a CPU one token at a time is no faster in bfloat16, and float32 is exact.
         exact = arguments.dtype == "auto" and device.type == "cpu"
         model.to(device, torch.float32 if exact else choose_dtype(arguments.dtype, device))
-    except (UserError, CheckpointError, DataError) as error:
+    except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, AssertionError) as error:  # an unknown or absent device

@@ -14,7 +14,7 @@ import torch
 
 import preflight
 from config import Config, UserError
-from dataset.text_reader import DataError
+from dataset.errors import DataError
 from files import CheckpointError
 from preflight import Findings, check_disk, check_memory, check_torchrun, folder_bytes, host_memory_bytes, local_ranks
 from runs import final_state, final_weights, launch, replaced, run_folder, same_bits, train

@@ -10,7 +10,7 @@ from tiny_tokenizer import TEXT, make_backend, make_folder
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
-from dataset.text_reader import DataError
+from dataset.errors import DataError
 from dataset.text_tokenizer import TextTokenizer
 
 UNSAFE_KINDS = ("none", "metaspace")
