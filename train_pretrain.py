@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from config import ROOT, Config, UserError, check_command_line, load_config, report
+from training.config import ROOT, Config, UserError, check_command_line, load_config, report
 
 if __name__ == "__main__":
     check_command_line()  # answers --help and misspelt options before torch is imported, which takes seconds
@@ -33,21 +33,6 @@ from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import Batch, SkipBatchSampler, collate
 from dataset.packing import RowOrder
-from files import SaveFailed
-from live_state import capture_rng
-from reporting import (
-    evaluate_and_log,
-    evaluate_run,
-    evaluation_is_due,
-    log_is_due,
-    log_step,
-    look_at_updates,
-    report_on_sample,
-    sample_texts,
-)
-from run import Run, begin_run, prepare, resume_command, shown
-from saver import NonFinite
-from stopping import StopRequested, StopSignal, ignore_stop_signals
 from trainer_utils import (
     autocast,
     environment_rank,
@@ -59,6 +44,23 @@ from trainer_utils import (
     to_device,
     update_parameters,
 )
+from training.files import SaveFailed
+from training.live_state import capture_rng
+from training.prepare import prepare
+from training.reporting import (
+    evaluate_and_log,
+    evaluate_run,
+    evaluation_is_due,
+    log_is_due,
+    log_step,
+    look_at_updates,
+    report_on_sample,
+    sample_texts,
+)
+from training.run import Run, begin_run
+from training.saver import NonFinite
+from training.start_page import resume_command, shown
+from training.stopping import StopRequested, StopSignal, ignore_stop_signals
 
 # --- the order of events ---
 

@@ -211,8 +211,8 @@ def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
 
 
 def corpus_file(words: list[str]) -> Path:
-    from config import load_config, resolve_path
-    from run import make_bundled_sample
+    from training.config import load_config, resolve_path
+    from training.prepare import make_bundled_sample
 
     config = load_config(words)
     if config.uses_sample:
@@ -240,9 +240,10 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
     import torch
 
     import train_pretrain as trainer
-    from run import begin_run, prepare
-    from stopping import StopSignal
     from trainer_utils import init_distributed_mode, peak_memory_gib
+    from training.prepare import prepare
+    from training.run import begin_run
+    from training.stopping import StopSignal
 
     imported = time.perf_counter()
     more = {"use_compile": int(compiled), "overwrite": 1, "log_interval": 1, "save_interval": 0}
@@ -317,7 +318,7 @@ class LoopWatch:
             setattr(self.trainer, name, original)
 
     def _now(self) -> float:
-        from dry_step import synchronise
+        from training.dry_step import synchronise
 
         synchronise(self.device)
         return time.perf_counter()
@@ -367,10 +368,10 @@ class LoopWatch:
 def measure_plain(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     import torch
 
-    from config import load_config, resolve_path
     from dataset.text_tokenizer import TextTokenizer
     from scripts.plain_baseline import PlainDataset, Shape, StepClock, train_plain
     from trainer_utils import choose_device, choose_dtype, peak_memory_gib
+    from training.config import load_config, resolve_path
 
     c = load_config(words)
     device = choose_device(c.device)
@@ -400,14 +401,14 @@ def measure_data(words: list[str]) -> dict[str, Any]:
     """Machine and data: ceilings, tokenising against the bare call of the library, and batches without a model."""
     import torch
 
-    from config import load_config, resolve_path
     from dataset.lm_dataset import PretrainDataset, SkipBatchSampler
     from dataset.make_sample import make_sample
     from dataset.packing import RowOrder
     from dataset.text_tokenizer import TextTokenizer
     from dataset.token_cache import build_or_open
-    from receipt import environment_facts
     from trainer_utils import choose_device, choose_dtype, peak_memory_gib
+    from training.config import load_config, resolve_path
+    from training.receipt import environment_facts
 
     c = load_config(words)
     if c.uses_sample:
@@ -483,7 +484,7 @@ def copied_bytes(device: Any) -> float:
 
 def seconds_of_best(work: Any, device: Any, seconds: float = 1.0) -> float:
     """Shortest time of one call, over about a second of them."""
-    from dry_step import seconds_of
+    from training.dry_step import seconds_of
 
     seconds_of(work, device)
     times, end = list[float](), time.perf_counter() + seconds

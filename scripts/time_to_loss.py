@@ -184,10 +184,10 @@ def train_plain_for(seconds: float, words: list[str], rate: float, folder: Path)
     """(weights file, steps, seconds) of the plain baseline, as many steps as the time allows."""
     import torch
 
-    from config import load_config, resolve_path
     from dataset.text_tokenizer import TextTokenizer
     from scripts.plain_baseline import ROW, PlainDataset, Shape, StepClock, train_plain
     from trainer_utils import choose_device
+    from training.config import load_config, resolve_path
 
     c = load_config(words)
     dataset = PlainDataset(resolve_path(c.data_path), TextTokenizer.load(resolve_path(c.tokenizer_path)))
@@ -206,7 +206,7 @@ def train_plain_for(seconds: float, words: list[str], rate: float, folder: Path)
 
 def validation_loss(weights: Path, words: list[str], folder: Path) -> float:
     """val_loss of a weights file, by the trainer itself."""
-    from config import load_config
+    from training.config import load_config
 
     same = {"tokenizer_path": load_config(words).tokenizer_path}  # said aloud: the file does not name it
     more = words_of({"from_weight": weights, "eval_only": 1, "save_dir": folder, "save_weight": "look", **same})

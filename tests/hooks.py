@@ -28,7 +28,7 @@ def _replace(path: str, wrap: Callable[[Callable], Callable]) -> None:
     """Replace `module.attribute` or `module.Class.attribute` by what `wrap` makes of it."""
     module, _, name = path.partition(".")
     owner: Any = importlib.import_module(module)
-    if module in ("dataset", "model"):
+    if module in ("dataset", "model", "training"):
         inner, _, name = name.partition(".")
         owner = importlib.import_module(f"{module}.{inner}")
     while "." in name:

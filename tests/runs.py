@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 import train_pretrain
-from checkpoint import find_checkpoints
 from hooks import Hook, run_all
-from metrics import read_metrics
+from training.checkpoint import find_checkpoints
+from training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -20,11 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import checkpoint
-import files
-import live_state
-import saver
-import weights
+from training import checkpoint, files, live_state, saver, weights
 
 ROOT = Path(__file__).parent.parent
 FILES = ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"]
@@ -250,11 +246,11 @@ KILLED_WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-import checkpoint
-import files
-import live_state
-import saver
-import weights
+from training import checkpoint
+from training import files
+from training import live_state
+from training import saver
+from training import weights
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 
 def write_for_ever(first, report):
@@ -309,11 +305,11 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import torch
-import checkpoint
-import files
-import live_state
-import saver
-import weights
+from training import checkpoint
+from training import files
+from training import live_state
+from training import saver
+from training import weights
 folder = Path(sys.argv[1])
 small = {"model": {"w": torch.ones(100)}}
 large = {"model": {"w": torch.ones(1_000_000)}}
@@ -737,7 +733,8 @@ def test_a_snapshot_is_a_copy_in_buffers_used_again_but_never_during_a_save(tmp_
 
 def test_the_interpreter_does_not_exit_before_a_save_in_flight_has_ended(tmp_path):
     code = (
-        "import sys, time, torch, checkpoint, saver\nfrom pathlib import Path\nw = saver.BackgroundWriter()\n"
+        "import sys, time, torch\nfrom pathlib import Path\nfrom training import checkpoint, saver\n"
+        "w = saver.BackgroundWriter()\n"
         "def save():\n    time.sleep(0.3)\n"
         "    checkpoint.write_checkpoint(Path(sys.argv[1]), 1, {'model': {'a': torch.ones(3)}}, {})\n"
         "w.submit(save)\nsys.exit(3)\n"

@@ -11,15 +11,23 @@ import time
 import pytest
 import torch
 
-import compiling
-from compiling import COMPILE_SECONDS, MARGIN, SHARE_SAVED, choose_compile, compile_model, compiler_problem, uncompiled
-from config import UserError, load_config
 from dataset.lm_dataset import MISSING_ROW
 from model.attention import document_boundaries
-from run import prepare
 from runs import command, environment, final_state, finish, largest_difference, launch, logged, replaced, train
 from runs import final_weights as weights_of
 from trainer_utils import World
+from training import compiling
+from training.compiling import (
+    COMPILE_SECONDS,
+    MARGIN,
+    SHARE_SAVED,
+    choose_compile,
+    compile_model,
+    compiler_problem,
+    uncompiled,
+)
+from training.config import UserError, load_config
+from training.prepare import prepare
 
 CPU = World(torch.device("cpu"))
 REPAID = MARGIN * COMPILE_SECONDS["cpu"] / SHARE_SAVED["cpu"]

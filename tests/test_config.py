@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from config import (
+from runs import ROOT
+from training.config import (
     NOT_CARRIED_OVER,
     OPTIONS,
     Config,
@@ -21,10 +22,9 @@ from config import (
     resolve_paths,
     with_saved,
 )
-from config import (
+from training.config import (
     ROOT as CONFIG_ROOT,
 )
-from runs import ROOT
 
 
 def problems(*words: str) -> list[str]:

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-import dry_step
-import run as run_module
-from config import Config, UserError
 from dataset.lm_dataset import PretrainDataset
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open
-from dry_step import Measured, fit_batch_size, kept_free, memory_errors, rehearse, try_step
-from live_state import capture_rng
-from resume import Windows
 from runs import final_state, final_weights, logged, replaced, run_folder, same_bits, train
 from trainer_utils import World
-from weights import init_model
+from training import dry_step
+from training import run as run_module
+from training.config import Config, UserError
+from training.dry_step import Measured, fit_batch_size, kept_free, memory_errors, rehearse, try_step
+from training.live_state import capture_rng
+from training.schedule import Windows
+from training.start_model import init_model
 
 CPU = torch.device("cpu")
 

@@ -20,12 +20,8 @@ import torch
 import torch.distributed as dist
 from conftest import small_run, write_corpus
 
-import files
-import run
 import train_pretrain
-from checkpoint import find_checkpoints, verify_checkpoint
 from hooks import at_call, spoil_loss
-from metrics import DivergenceWatch, read_metrics
 from runs import (
     ROOT,
     environment,
@@ -41,6 +37,9 @@ from runs import (
     without,
 )
 from trainer_utils import meet
+from training import files, run
+from training.checkpoint import find_checkpoints, verify_checkpoint
+from training.metrics import DivergenceWatch, read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +249,7 @@ def full_disk_during(monkeypatch, broken: range) -> None:
 
 
 def files_of_saver() -> Any:
-    import saver
+    from training import saver
 
     return saver
 
@@ -283,7 +282,7 @@ def test_a_failed_final_save_is_tried_once_more_and_then_ends_non_zero_with_the_
 
 def test_a_disk_that_takes_no_more_fails_the_run_on_every_rank_and_keeps_the_good_save(words, tmp_path):
     words = without(replaced(words, batch_size=1, global_batch_size=4), "accumulation_steps")
-    hook = at_call("saver.write_checkpoint", 3, "limit 100000")
+    hook = at_call("training.saver.write_checkpoint", 3, "limit 100000")
     finish(launch(words, ranks=2, hooks={0: [hook]}, log=tmp_path / "log"), expect=1)
     text = (tmp_path / "log").read_text()
     assert "File too large" in text
@@ -380,7 +379,7 @@ def test_a_kill_leaves_no_lock_behind_even_with_loader_workers(words, whole):
 
 def test_the_parameters_saved_are_those_of_the_model_not_of_a_later_step(words):
     """The snapshot is taken before the loop goes on: a slow save does not see later updates."""
-    hook = at_call("saver.write_checkpoint", 1, "limit 100000000", pause=1.0)
+    hook = at_call("training.saver.write_checkpoint", 1, "limit 100000000", pause=1.0)
     finish(launch(words, "--stop_after", 3, hooks=[hook]))
     finish(launch(words, "--save_weight", "quick", "--stop_after", 2))
     from safetensors.torch import load_file

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torture import Attempts, die_at_the_edges, saved_step, tortured_run, unfinished
 
-from checkpoint import find_checkpoints, verify_checkpoint
 from runs import run_folder
+from training.checkpoint import find_checkpoints, verify_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from config import Config
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from plan import Plan, duration, make_plan, mebibytes, model_bytes
-from resume import Progress, make_schedule, make_windows
 from runs import replaced, run_folder, train
-from weights import model_shape
+from training.config import Config
+from training.plan import Plan, duration, make_plan, mebibytes, model_bytes
+from training.schedule import Progress, make_schedule, make_windows
+from training.start_model import model_shape
 
 
 def shape(**settings) -> MiniMindForCausalLM:

@@ -12,13 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
-import preflight
-from config import Config, UserError
 from dataset.errors import DataError
-from files import CheckpointError
-from preflight import Findings, check_disk, check_memory, check_torchrun, folder_bytes, host_memory_bytes, local_ranks
 from runs import final_state, final_weights, launch, replaced, run_folder, same_bits, train
 from trainer_utils import environment_rank
+from training import preflight
+from training.config import Config, UserError
+from training.files import CheckpointError
+from training.preflight import (
+    Findings,
+    check_disk,
+    check_memory,
+    check_torchrun,
+    folder_bytes,
+    host_memory_bytes,
+    local_ranks,
+)
 
 Usage = namedtuple("Usage", "total used free")
 

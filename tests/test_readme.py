@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import OPTIONS, load_config  # noqa: E402 - also run as a script, from anywhere
+from training.config import OPTIONS, load_config  # noqa: E402 - also run as a script, from anywhere
 
 READMES = ["README.md", "README_zh.md"]
 MARKED = re.compile(r"(<!-- flags: .*? -->\n)(.*?)(<!-- end of flags -->)", re.DOTALL)

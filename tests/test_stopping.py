@@ -14,7 +14,6 @@ import pytest
 import torch
 from conftest import small_run, write_corpus
 
-from checkpoint import find_checkpoints
 from hooks import at_call, set_value
 from runs import (
     ROOT,
@@ -32,8 +31,9 @@ from runs import (
     train,
     without,
 )
-from stopping import StopRequested, StopSignal
 from trainer_utils import World
+from training.checkpoint import find_checkpoints
+from training.stopping import StopRequested, StopSignal
 
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
 MICRO_BATCHES = 2  # of a step; `autocast` is entered once for each
@@ -106,8 +106,8 @@ def test_while_texts_are_tokenised_it_ends_at_once_and_leaves_nothing_half_done(
 @pytest.mark.parametrize(
     "place",
     [
-        at_call("run.rehearse", 1, "SIGTERM"),
-        at_call("run.start_tracker", 1, "SIGTERM"),
+        at_call("training.run.rehearse", 1, "SIGTERM"),
+        at_call("training.run.start_tracker", 1, "SIGTERM"),
         at_call("train_pretrain.autocast", 1, "SIGTERM"),
         at_call("train_pretrain.update_parameters", 1, "SIGTERM", after=True),
     ],
@@ -135,7 +135,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_resume_makes_up_for_it(words,
     val = write_corpus(tmp_path / "val.jsonl", documents=10, seed=3)
     words = [*words, "--val_path", str(val), "--eval_interval", "5"]
     finish(launch(words, "--save_weight", "w"))
-    finish(launch(words, hooks=[at_call("reporting.evaluate", call, "SIGTERM")]), expect=143)
+    finish(launch(words, hooks=[at_call("training.reporting.evaluate", call, "SIGTERM")]), expect=143)
     assert saved_step(words) == (5 if call == 1 else 13)
     assert status_of(words) == "stopped"
     assert_resume_is_bit_equal(words, whole)
@@ -146,7 +146,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_resume_makes_up_for_it(words,
 
 
 def test_a_signal_while_a_save_runs_waits_for_it_and_saves_the_last_step_too(words, whole):
-    finish(launch(words, hooks=[at_call("saver.write_checkpoint", 1, "SIGTERM", pause=0.5)]), expect=143)
+    finish(launch(words, hooks=[at_call("training.saver.write_checkpoint", 1, "SIGTERM", pause=0.5)]), expect=143)
     steps = [step for step, _ in find_checkpoints(run_folder(words) / "resume")]
     assert steps[0] == 4
     assert steps[-1] >= 4
@@ -154,7 +154,7 @@ def test_a_signal_while_a_save_runs_waits_for_it_and_saves_the_last_step_too(wor
 
 
 def test_a_second_ctrl_c_stops_at_once_even_while_a_save_hangs(words, whole, tmp_path):
-    hook = at_call("saver.write_checkpoint", 2, "SIGINT SIGINT", pause=60)
+    hook = at_call("training.saver.write_checkpoint", 2, "SIGINT SIGINT", pause=60)
     began = time.monotonic()
     finish(launch(words, hooks=[hook], log=tmp_path / "log"), expect=130)
     assert time.monotonic() - began < 40
@@ -229,7 +229,7 @@ def test_one_signalled_rank_stops_both_in_an_evaluation_and_in_the_first_step(wh
     hooks = {1: [at_call("train_pretrain.autocast", 1, "SIGTERM")]}
     finish(launch(words, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (0, "stopped")
-    hooks = {1: [at_call("reporting.evaluate", 1, "SIGTERM")]}
+    hooks = {1: [at_call("training.reporting.evaluate", 1, "SIGTERM")]}
     finish(launch(words, "--val_path", val, "--eval_interval", 3, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (3, "stopped")
 

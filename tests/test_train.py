@@ -10,10 +10,7 @@ import pytest
 import torch
 import yaml
 
-import reporting
 import train_pretrain
-from config import load_config
-from evaluation import Evaluation
 from runs import (
     ROOT,
     final_state,
@@ -29,6 +26,9 @@ from runs import (
     train,
     without,
 )
+from training import reporting
+from training.config import load_config
+from training.evaluation import Evaluation
 
 # --- a run and what it leaves ---
 
@@ -40,7 +40,14 @@ def test_a_run_lowers_the_loss_and_leaves_weights_state_settings_metrics_and_rec
     assert loss[max(loss)] < loss[1] - 1.5
     folder = run_folder(arguments)
     names = {path.name for path in folder.iterdir()} - {".lock"}
-    assert names == {"pretrain_32.pth", "pretrain_32.json", "resume", "config.yaml", "metrics.jsonl", "run.json"}
+    assert names == {
+        "pretrain_32.pth",
+        "pretrain_32.json",
+        "resume",
+        "config.yaml",
+        "metrics.jsonl",
+        "run.json",
+    }
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     assert yaml.safe_load((folder / "config.yaml").read_text())["hidden_size"] == 32
     first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch:"))

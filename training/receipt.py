@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from files import write_json_atomic
+from training.files import write_json_atomic
 
 
 class RunRecord:

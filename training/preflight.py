@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from config import Config, UserError, resolve_path, resolve_paths
 from dataset.text_reader import find_files
-from plan import Plan, model_bytes
 from trainer_utils import choose_device, environment_rank
-from weights import find_weights
+from training.config import Config, UserError, resolve_path, resolve_paths
+from training.plan import Plan, model_bytes
+from training.start_model import find_weights
 
 # --- settings ---
 

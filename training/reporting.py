@@ -8,14 +8,14 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from compiling import uncompiled
-from config import SAMPLE_FOLDER
-from evaluation import Evaluation, evaluate, floor_report
-from live_state import unwrap
-from metrics import StepMetrics, format_log_line
-from run import Run
-from saver import NonFinite
 from trainer_utils import autocast, peak_memory_gib
+from training.compiling import uncompiled
+from training.config import SAMPLE_FOLDER
+from training.evaluation import Evaluation, evaluate, floor_report
+from training.live_state import unwrap
+from training.metrics import StepMetrics, format_log_line
+from training.run import Run
+from training.saver import NonFinite
 
 SKIPS_IN_A_ROW_LIMIT = 10
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from files import SaveFailed, write_file_atomic
+from training.files import SaveFailed, write_file_atomic
 
 
 @dataclass(frozen=True)

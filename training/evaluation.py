@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from metrics import perplexity
-from stopping import StopRequested, StopSignal
 from trainer_utils import World, losses_of, to_device
+from training.metrics import perplexity
+from training.stopping import StopRequested, StopSignal
 
 
 @dataclass(frozen=True)

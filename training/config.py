@@ -19,7 +19,7 @@ from typing import Any
 
 from dataset.errors import UserError
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_FOLDER = ROOT / "dataset" / "sample"
 
 # How a resume treats an option whose value differs from the saved run's.

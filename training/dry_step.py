@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config import Config, UserError
-from live_state import capture_rng, restore_rng
-from resume import Windows
 from trainer_utils import World, autocast, build_optimizers, losses_of, to_device, update_parameters
+from training.config import Config, UserError
+from training.live_state import capture_rng, restore_rng
+from training.schedule import Windows
 
 CPU_POSITIONS = 1024  # a micro-batch of this many is enough to judge a processor's speed
 RANKS_RESERVE_BYTES = 2**30  # of each GPU where several ranks train: NCCL's buffers come with the first step

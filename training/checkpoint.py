@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dataset.hashed_file import HashedFile, file_digest, sync
-from files import (
+from training.files import (
     CheckpointError,
     SaveFailed,
     json_bytes,

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from config import Config
-from resume import Schedule, Windows
 from trainer_utils import is_hidden_matrix
+from training.config import Config
+from training.schedule import Schedule, Windows
 
 
 @dataclass(frozen=True)

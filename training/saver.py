@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint import prune, weights_digest, write_checkpoint
-from config import Config
-from files import SaveFailed, all_finite
-from metrics import MetricsFile
-from receipt import RunRecord
-from resume import TrainingState
 from trainer_utils import World
-from weights import write_weights
+from training.checkpoint import prune, weights_digest, write_checkpoint
+from training.config import Config
+from training.files import SaveFailed, all_finite
+from training.metrics import MetricsFile
+from training.receipt import RunRecord
+from training.resume import TrainingState
+from training.weights import write_weights
 
 
 @dataclass

@@ -1,0 +1,94 @@
+"""The folder of a run at its start: locked against a second run, cleared, and noted in what the run is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from dataset.errors import UserError
+from training.checkpoint import clean_leftovers
+from training.config import ONE_START_ONLY, Config
+from training.files import write_file_atomic
+from training.metrics import MetricsFile
+from training.prepare import Prepared
+from training.receipt import RunRecord
+from training.resume import TrainingState
+from training.saver import RunFiles
+
+LOCK_SECONDS = 10.0  # loader processes of a killed run hold its lock until they notice, at most 5 s later
+
+
+@contextmanager
+def folder_errors(config: Config) -> Iterator[None]:
+    """What the system refuses in a run folder (a folder where a file belongs, say) is a mistake in words."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--save_dir {config.run_folder}: {error}; put that right or give another folder") from None
+
+
+def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
+    """Lock the run folder against a second run, clear what must not be mixed with this one, write the resolved
+    settings. Main process only. Raises UserError when another process trains there."""
+    import yaml
+
+    config, checkpoint = prepared.config, prepared.checkpoint
+    folder = config.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=LOCK_SECONDS if config.from_resume else 0)
+    except Timeout:
+        raise UserError(f"--save_weight {config.save_weight}: another process is training in {folder}") from None
+    except NotImplementedError:
+        print(f"Warning: no file locks on this disk; nothing keeps a second run out of {folder}", file=sys.stderr)
+    clean_leftovers(folder)
+    clean_leftovers(config.resume_folder)
+    if checkpoint:
+        for path, problem in zip(checkpoint.set_damaged_aside(), checkpoint.damaged, strict=True):
+            print(f"Warning: {problem}; set aside as {path.name}", file=sys.stderr)
+    else:
+        clear_run(folder, config.run_name)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    metrics.truncate_after(prepared.progress.step)
+    repeatable = {name: value for name, value in config.values().items() if name not in ONE_START_ONLY}
+    repeatable["global_batch_size"] = prepared.windows.global_batch_size  # the same steps with any number of ranks
+    write_file_atomic(folder / "config.yaml", yaml.safe_dump(repeatable, sort_keys=False, allow_unicode=True))
+    record = RunRecord(folder / "run.json")
+    record.update(
+        status="running",
+        seed=config.seed,
+        config=config.values(),
+        identity=prepared.identity,
+        choices=state.choices,
+        environment=state.environment,
+        ledger={
+            part: data.ledger for part, data in (("train", prepared.dataset), ("val", prepared.validation)) if data
+        },
+        plan=asdict(prepared.plan),
+    )
+    settings = repeatable | {"resume_reset": config.resume_reset}
+    record.add_start(prepared.progress.step, config=settings, choices=state.choices, environment=state.environment)
+    if checkpoint:  # a kill may have come between the save and its note
+        record.add_save(checkpoint.step, checkpoint.weights_digest, f"resume/step_{checkpoint.step:08d}")
+    return RunFiles(metrics, record, lock)
+
+
+def clear_run(folder: Path, name: str) -> None:
+    """Remove what an older run of this name left; the user has agreed to it with --overwrite 1."""
+    shutil.rmtree(folder / "resume", ignore_errors=True)
+    for leftover in (
+        f"{name}.pth",
+        f"{name}.json",
+        f"{name}_best.pth",
+        f"{name}_best.json",
+        "metrics.jsonl",
+        "run.json",
+    ):
+        (folder / leftover).unlink(missing_ok=True)
