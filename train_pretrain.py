@@ -150,8 +150,8 @@ def train_epoch(run: Run, epoch: int) -> None:
 
         if is_first or log_is_due(run):
             log_step(run, epoch, losses, lr, norm)
-        elif run.world.device.type == "cpu":
-            look_at_updates(run)  # costs nothing where there is no device to wait for
+        elif run.world.device.type == "cpu" or evaluation_is_due(run) or run.saver.interval_is_due(progress.step):
+            look_at_updates(run)  # a host sync: inside the pause it would take the device's work out of tokens/s
         with run.throughput.paused():
             evaluate_save_or_stop(run)  # all ranks
         run.console.advance()

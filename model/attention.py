@@ -7,6 +7,7 @@ A packed row holds several documents, and no token may see another document. Thr
              no attention dropout.
 """
 
+import inspect
 import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -14,11 +15,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 from model.document_attention import document_attention
 
 BACKENDS = ("auto", "sdpa", "documents", "varlen")
+# Up to torch 2.11 the flash kernels took unequal head counts without being told.
+VARLEN_GQA: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+)
 
 
 class AttentionPlan(NamedTuple):
@@ -105,10 +110,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     assert plan.boundaries is not None, "the varlen kernels need cumulative document lengths"
-    out = varlen_attn(
+    out = varlen.varlen_attn(
         q.flatten(0, 1),  # [batch * seq, heads, head_dim]
         k.flatten(0, 1),
         v.flatten(0, 1),
@@ -117,7 +120,7 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tens
         plan.longest,
         plan.longest,
         window_size=(-1, 0),  # causal
-        enable_gqa=q.shape[2] != k.shape[2],
+        **(VARLEN_GQA if q.shape[2] != k.shape[2] else {}),
     )
     assert isinstance(out, Tensor), "no auxiliary output was asked for"
     return out.view_as(q)

@@ -70,22 +70,23 @@ def contiguous_slices(ordered: Tensor, ends: Tensor, experts: Sequence[Any]) -> 
 
 
 def grouped_products_run_on(ordered: Tensor, experts: Sequence[Any]) -> bool:
-    """The grouped kernels take bfloat16 on CUDA from Ampere on, with rows of whole 16 bytes."""
+    """The grouped kernels take bfloat16, with rows of whole 16 bytes, and are used on Hopper: on Ampere they are a loop
+    that waits for the host, on Blackwell an expert without tokens gets a wrong gradient (pytorch issue 172439)."""
     if ordered.device.type != "cuda" or compute_dtype(ordered) != torch.bfloat16:
         return False
     sizes_fit = all(size % 8 == 0 for size in experts[0].gate_proj.weight.shape)
     # Not get_device_capability: a compiler cannot look through that.
-    return sizes_fit and torch.cuda.get_device_properties(ordered.device).major >= 8
+    return sizes_fit and torch.cuda.get_device_properties(ordered.device).major == 9
 
 
 def grouped_products(ordered: Tensor, ends: Tensor, experts: Sequence[Any]) -> Tensor:
     """All experts in two grouped products, without the host knowing the counts; the weights are stacked on the fly."""
     dtype, offsets = compute_dtype(ordered), ends.to(torch.int32)
-    gate_up = torch.stack([torch.cat((expert.gate_proj.weight, expert.up_proj.weight)) for expert in experts])
-    down = torch.stack([expert.down_proj.weight for expert in experts])
-    both = F.grouped_mm(ordered.to(dtype), gate_up.to(dtype).transpose(1, 2), offs=offsets)
+    gates_ups = [torch.cat((e.gate_proj.weight.to(dtype), e.up_proj.weight.to(dtype))) for e in experts]
+    downs = [e.down_proj.weight.to(dtype) for e in experts]
+    both = F.grouped_mm(ordered.to(dtype), torch.stack(gates_ups).transpose(1, 2), offs=offsets)
     gate, up = both.chunk(2, dim=-1)
-    out = F.grouped_mm(experts[0].activation(gate) * up, down.to(dtype).transpose(1, 2), offs=offsets)
+    out = F.grouped_mm(experts[0].activation(gate) * up, torch.stack(downs).transpose(1, 2), offs=offsets)
     return F.dropout(out, experts[0].dropout, experts[0].training)
 
 

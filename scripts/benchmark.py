@@ -248,12 +248,16 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
     imported = time.perf_counter()
     more = {"use_compile": int(compiled), "overwrite": 1, "log_interval": 1, "save_interval": 0}
     more["max_steps"] = options.warmup + 2 * options.steps
+    if options.no_save:
+        more["save_state"] = 0  # the check of free disk space then asks for none
     config = trainer.load_config([*words, *(word for k, v in more.items() for word in (f"--{k}", str(v)))])
     prepared = prepare(config)
     opened = time.perf_counter()
     with StopSignal() as stop:
         run = begin_run(prepared, init_distributed_mode(config.device), stop)
         run.validation = None
+        if run.world.device.type == "cuda":
+            run.config.log_interval = 10  # as by default: a log line waits for the device
         if options.no_save:
             run.saver.save = run.saver.finish = lambda *_: None  # type: ignore[assignment,method-assign]
         begun = time.perf_counter()
@@ -357,7 +361,7 @@ class LoopWatch:
         self._count(targets)
         self.targets.append(targets)
         step = len(self.at)
-        at_edge = step in (self.rate_steps.start, self.rate_steps.stop) or step > self.rate_steps.stop
+        at_edge = step in (1, self.rate_steps.start, self.rate_steps.stop) or step > self.rate_steps.stop
         self.at.append(self._now() if at_edge else time.perf_counter())
         if step == self.rate_steps.start:
             self.cpu_seconds = -time.process_time()

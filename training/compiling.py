@@ -70,6 +70,8 @@ def compile_model(model: Any, with_loss: bool) -> None:
     `with_loss` fuses the softmax over the vocabulary too. That pays where memory traffic is what it costs (CUDA); on a
     CPU it works through cache-sized blocks as it is.
     """
+    # A block's gradients are exchanged as soon as it is through; DDP's own optimizer would cut it into smaller graphs.
+    torch._dynamo.config.optimize_ddp = False
     for block in model.model.layers:
         block.compile(dynamic=False)
     if with_loss:

@@ -97,7 +97,7 @@ def try_step(
     try:
         batch = to_device(dataset.__getitems__(rows), device, dataset.most_documents(batch_size))
         divisor = (batch.targets >= 0).sum().float()
-        scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        scaler = torch.amp.GradScaler(device.type, init_scale=1.0, enabled=dtype == torch.float16)  # no update skipped
 
         def forward_backward() -> None:
             with autocast(device, dtype):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer_utils import World, losses_of, to_device
 from training.metrics import perplexity
@@ -42,7 +42,7 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    nats = torch.zeros((), dtype=torch.float64)
+    nats: list[Tensor] = []  # of each batch, left on the device: reading one would make the host wait
     share = range(0, len(dataset), batch_size * world.size)
     one = torch.ones((), device=world.device)
     most_documents = dataset.most_documents(batch_size)
@@ -53,12 +53,12 @@ def evaluate(
             batch = to_device(dataset.__getitems__(rows), world.device, most_documents)
             with precision:  # divided by one: means of means would weigh short rows wrongly
                 out = losses_of(model, batch, one)
-            nats += out.logits_loss.cpu().double()  # MPS has no float64
+            nats.append(out.logits_loss)
             if stop.agreed(world)[0]:
                 raise StopRequested
     finally:
         model.train(was_training)
-    total = world.sum([nats.item()])[0]
+    total = world.sum([sum(torch.stack(nats).tolist())])[0]
     loss = total / max(1, int(dataset.row_targets.sum()))
     return Evaluation(loss, perplexity(loss), total / math.log(2) / max(1, int(dataset.row_bytes.sum())))
 

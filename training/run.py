@@ -160,13 +160,12 @@ def compile_if_worth(prepared: Prepared, model: nn.Module, choices: dict[str, An
 
 
 def distribute(model: nn.Module, world: World) -> nn.Module:
-    """DDP where there is more than one rank. Buffers are not exchanged: the rotary tables are the same everywhere."""
+    """DDP where there is more than one rank. All ranks must call."""
     if world.size == 1:
         return model
     return DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        forward_sync_buffers=False,
         gradient_as_bucket_view=True,
     )
 
