@@ -423,7 +423,7 @@ def test_the_restored_optimizer_keeps_the_hyperparameters_it_was_built_with():
     old = adamw(model, weight_decay=0.3)
     train(model, old, 1)
     new = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.01, fused=True)
-    live_state.restore_optimizer(new, model, live_state.flatten_optimizer(old, model))
+    live_state.restore_optimizer([new], model, live_state.flatten_optimizer(old, model))
     assert (new.param_groups[0]["lr"], new.param_groups[0]["weight_decay"]) == (0.5, 0.01)
     train(model, [new], 1)
     assert new.state[model.up.weight]["step"].item() == 2

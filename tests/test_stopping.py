@@ -237,7 +237,7 @@ def test_one_signalled_rank_stops_both_in_an_evaluation_and_in_the_first_step(wh
 def test_a_rank_that_waits_for_others_in_vain_leaves_when_told(whole_of_two, tmp_path):
     """Rank 1 is stopped before ranks have met: rank 0 hears nothing of it and sits in a C++ call."""
     words = replaced(whole_of_two["arguments"], save_dir=tmp_path)
-    quick = set_value("stopping.StopSignal.PATIENCE_SECONDS", 0.5)
+    quick = set_value("training.stopping.StopSignal.PATIENCE_SECONDS", 0.5)
     waiting, stopped = launch(words, ranks=2, hooks={0: [quick], 1: [at_call("train_pretrain.prepare", 1, "SIGTERM")]})
     stopped.join(60)
     assert stopped.exitcode == 143
@@ -249,7 +249,7 @@ def test_a_rank_that_waits_for_others_in_vain_leaves_when_told(whole_of_two, tmp
 
 def test_a_rank_that_gets_no_answer_leaves_alone_and_the_last_save_stays(whole_of_two, tmp_path):
     words = replaced(whole_of_two["arguments"], save_dir=tmp_path)
-    quick = set_value("stopping.StopSignal.PATIENCE_SECONDS", 0.5)
+    quick = set_value("training.stopping.StopSignal.PATIENCE_SECONDS", 0.5)
     stuck = at_call("train_pretrain.autocast", micro_batch(6, 2), "SIGSTOP")
     told = at_call("train_pretrain.autocast", micro_batch(6, 2), "SIGTERM")
     first, second = launch(words, ranks=2, hooks={0: [quick, told], 1: [stuck]})
