@@ -75,12 +75,12 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     config, checkpoint = prepared.config, prepared.checkpoint
     refuse(differences_between_ranks(prepared, world))  # all ranks
     set_deterministic(bool(config.deterministic))
-    choices, kept = resolve_choices(config, world, checkpoint)
+    choices, notes = resolve_choices(config, world, checkpoint)
     dtype = getattr(torch, choices["dtype"])
     with memory_errors("the model"):
         model = prepared.model.to(world.device)
-    measured = rehearse_step(prepared, model, world, dtype)  # all ranks; before the model is wrapped or compiled
-    measured += compile_if_worth(prepared, model, choices, world)  # all ranks
+    notes += rehearse_step(prepared, model, world, dtype)  # all ranks; before the model is wrapped or compiled
+    notes += compile_if_worth(prepared, model, choices, world)  # all ranks
     setup_seed(config.seed + world.rank)  # dropout differs between ranks; the weights were drawn before
     state = TrainingState(
         model=model,
@@ -95,7 +95,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         environment=environment_facts(world.device) | {"git": git_state(ROOT)},
         rng=capture_rng(world.device),
     )
-    notes = start_page(prepared, world.size, state) + kept + measured
+    notes = start_page(prepared, world.size, state) + notes
     if checkpoint:
         notes += state.restore(checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
     state.model = distribute(model, world)  # all ranks
