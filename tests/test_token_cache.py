@@ -382,7 +382,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, build, texts, monkeypatch):
 
 SLOW_BUILDER = """
 import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in the background
 import dataset.token_cache as token_cache
 from dataset.text_tokenizer import TextTokenizer
 write = token_cache._Writer.write

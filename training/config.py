@@ -1,6 +1,6 @@
 """Settings of a training run: one table of options, from which the parser, the YAML keys and the help all follow.
 
-Precedence: defaults <- saved run (on resume) <- `--config` YAML <- command line. What the user gives explicitly (YAML or
+Precedence: defaults <- saved run (on resume) <- `--config` YAML <- command line. What is given explicitly (YAML or
 command line) is remembered in `Config.given`, because a resume treats a repeated setting differently from a default.
 """
 
