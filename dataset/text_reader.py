@@ -78,14 +78,14 @@ class ReadingLedger:
 
 
 def find_files(data_path: str | os.PathLike | list) -> list[SourceFile]:
-    """Files behind a comma-separated string or a list of files, folders (searched to the bottom) and globs, in order.
+    """Files behind a path or a list of paths, in order: files, folders (searched to the bottom) and globs.
 
     A file reached twice is read once. Raises DataError naming everything that is missing, unreadable or no text at all.
     """
     problems: list[str] = []
     found: dict[str, SourceFile] = {}
-    for given in _split_paths(data_path):
-        paths = _paths_of(given, problems)
+    for given in data_path if isinstance(data_path, list) else [data_path]:
+        paths = _paths_of(os.fspath(given), problems)
         for path in paths:
             source = _inspect(path, problems)
             if source is not None:
@@ -97,35 +97,21 @@ def find_files(data_path: str | os.PathLike | list) -> list[SourceFile]:
     return list(found.values())
 
 
-def _split_paths(data_path: str | os.PathLike | list) -> list[str]:
-    if not isinstance(data_path, str):
-        given = data_path if isinstance(data_path, list | tuple) else [data_path]
-        return [os.fspath(part) for part in given]
-    if os.path.exists(_expand(data_path)):  # a name that holds a comma
-        return [data_path]
-    return [part.strip() for part in data_path.split(",") if part.strip()]
-
-
-def _expand(given: str) -> str:
-    return os.path.expandvars(os.path.expanduser(given))
-
-
-def _paths_of(given: str, problems: list[str]) -> list[Path]:
+def _paths_of(path: str, problems: list[str]) -> list[Path]:
     """One part of --data_path as a sorted list of paths; a part that leads nowhere is a problem, not an empty list."""
-    path = _expand(given)
     if os.path.isdir(path):
         names = sorted(p for p in Path(path).rglob("*") if not _hidden(p, Path(path)) and not p.is_dir() and _kind(p))
         if not names:
-            problems.append(f"{given}: the folder holds no file ending in {SUFFIX_LIST}; name another folder")
+            problems.append(f"{path}: the folder holds no file ending in {SUFFIX_LIST}; name another folder")
         return names
     if os.path.lexists(path):
         return [Path(path)]
     if any(sign in path for sign in "*?["):
         names = sorted(p for p in map(Path, glob.glob(path, recursive=True)) if not p.is_dir())
         if not names:
-            problems.append(f"{given}: no file matches this pattern; check it with `ls` (quote it in the shell)")
+            problems.append(f"{path}: no file matches this pattern; check it with `ls` (quote it in the shell)")
         return names
-    problems.append(f"{given}: no such file or folder; check the spelling, relative paths start at {os.getcwd()}")
+    problems.append(f"{path}: no such file or folder; check the spelling, relative paths start at {os.getcwd()}")
     return []
 
 

@@ -294,14 +294,11 @@ def names(data_path):
     return [os.path.basename(file.path) for file in find_files(data_path)]
 
 
-def test_files_folders_globs_and_lists_are_found_in_a_fixed_order(tmp_path, monkeypatch):
+def test_files_folders_globs_and_lists_are_found_in_a_fixed_order(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "deep/er/c.txt", "d.JSONL", ".hidden.jsonl", "notes.md", "with,comma.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(line("x"))
-    monkeypatch.setenv("DATA_FOLDER", str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path))
     assert names(str(tmp_path)) == ["a.jsonl", "b.jsonl", "d.JSONL", "c.txt", "with,comma.jsonl"]
-    assert names("$DATA_FOLDER/b.jsonl, ~/a.jsonl") == ["b.jsonl", "a.jsonl"]
     assert names(f"{tmp_path}/[ab].jsonl") == ["a.jsonl", "b.jsonl"]
     assert names(f"{tmp_path}/with,comma.jsonl") == ["with,comma.jsonl"]
     assert names([tmp_path / "b.jsonl", f"{tmp_path}/*.jsonl"]) == ["b.jsonl", "a.jsonl", "with,comma.jsonl"]
@@ -342,12 +339,12 @@ def test_a_path_that_leads_to_no_text_is_refused_in_words(tmp_path, case):
 
 def test_a_device_and_an_empty_data_path_are_refused(tmp_path):
     assert "is a device, not a file" in problems("/dev/null")[0]
-    assert "is empty" in problems("")[0] and "is empty" in problems([])[0]
+    assert "is empty" in problems([])[0]
 
 
 def test_all_wrong_paths_are_reported_together(tmp_path):
     (tmp_path / "empty.jsonl").touch()
-    assert len(problems(f"{tmp_path}/empty.jsonl,{tmp_path}/none.jsonl,{tmp_path}/*.txt")) == 3
+    assert len(problems([f"{tmp_path}/empty.jsonl", f"{tmp_path}/none.jsonl", f"{tmp_path}/*.txt"])) == 3
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "touch", "delete"])
