@@ -236,8 +236,9 @@ def _plan(cache: TokenCache, size: int, packing: bool, documents: np.ndarray | N
     return plan_rows(offsets[documents + 1] - starts, size, packing, starts)
 
 
-def choose_documents(cache: TokenCache, max_rows: int, max_seq_len: int, seed: int) -> np.ndarray:
-    """Indices of whole documents, drawn by `seed`, that fill at most `max_rows` packed rows (0: all documents).
+def choose_documents(cache: TokenCache, max_rows: int, max_seq_len: int) -> np.ndarray:
+    """Indices of whole documents, drawn at random, that fill at most `max_rows` packed rows (0: all documents). Always
+    the same ones, whatever the seed of a run: runs can be compared.
 
     Documents longer than all those rows are passed over; if every document is, the shortest is chosen.
     """
@@ -245,7 +246,7 @@ def choose_documents(cache: TokenCache, max_rows: int, max_seq_len: int, seed: i
     needed = np.diff(cache.document_offsets) - 1  # positions of each document
     if max_rows <= 0:
         return np.arange(total)
-    drawn = RowOrder(total, seed, epoch=0)[:]
+    drawn = RowOrder(total, seed=0, epoch=0)[:]
     drawn = drawn[needed[drawn] <= positions]
     low, high = 0, int(np.searchsorted(np.cumsum(needed[drawn]), positions, side="right"))
     while low < high:  # look for the most documents that pack into max_rows rows; `low` of them do

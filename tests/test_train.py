@@ -212,6 +212,16 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(arguments, corpus
     assert (progress["best_val_loss"], progress["best_step"]) == (8.0, 9)
 
 
+def test_runs_of_other_seeds_are_judged_by_the_same_validation_rows(arguments, corpus, capsys):
+    train(arguments)
+    found = []
+    for seed in (1, 2):
+        capsys.readouterr()
+        train(arguments, "--eval_only", 1, "--val_path", corpus, "--eval_rows", 3, "--seed", seed)
+        found.append(capsys.readouterr().out.splitlines()[-1])
+    assert "val_loss" in found[0] and found[0] == found[1]
+
+
 def test_a_failure_while_only_evaluating_shows_its_own_cause(arguments, corpus, monkeypatch):
     train(arguments)
 

@@ -165,7 +165,7 @@ def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> tuple[Pre
         return dataset, None
     chosen = None
     if config.eval_rows:
-        chosen = choose_documents(held_out, config.eval_rows, config.max_seq_len, config.seed)
+        chosen = choose_documents(held_out, config.eval_rows, config.max_seq_len)
     validation = PretrainDataset(held_out, config.max_seq_len, packing=True, documents=chosen)
     if show:
         validation.ledger["shared_with_train"] = count_shared(train, held_out)
