@@ -81,20 +81,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         model = prepared.model.to(world.device)
     notes += rehearse_step(prepared, model, world, dtype)  # all ranks; before the model is wrapped or compiled
     notes += compile_if_worth(prepared, model, choices, world)  # all ranks
-    setup_seed(config.seed + world.rank)  # dropout differs between ranks; the weights were drawn before
-    state = TrainingState(
-        model=model,
-        optimizers=build_optimizers(model, config, world.device),
-        scaler=torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16),
-        progress=prepared.progress,
-        windows=prepared.windows,
-        schedule=prepared.schedule,
-        watch=DivergenceWatch(),
-        identity=prepared.identity,
-        choices=choices,
-        environment=environment_facts(world.device) | {"git": git_state(ROOT)},
-        rng=capture_rng(world.device),
-    )
+    state = fresh_state(prepared, model, choices, world)
     notes = start_page(prepared, world.size, state) + notes
     if checkpoint:
         notes += state.restore(checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
@@ -124,6 +111,25 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
         console=console,
         dtype=dtype,
         began=time.monotonic() - prepared.progress.elapsed_seconds,
+    )
+
+
+def fresh_state(prepared: Prepared, model: nn.Module, choices: dict[str, Any], world: World) -> TrainingState:
+    """The state before a save is put into it."""
+    config = prepared.config
+    setup_seed(config.seed + world.rank)  # dropout differs between ranks; the weights were drawn before
+    return TrainingState(
+        model=model,
+        optimizers=build_optimizers(model, config, world.device),
+        scaler=torch.amp.GradScaler(world.device.type, enabled=choices["dtype"] == "float16"),
+        progress=prepared.progress,
+        windows=prepared.windows,
+        schedule=prepared.schedule,
+        watch=DivergenceWatch(),
+        identity=prepared.identity,
+        choices=choices,
+        environment=environment_facts(world.device) | {"git": git_state(ROOT)},
+        rng=capture_rng(world.device),
     )
 
 

@@ -34,33 +34,51 @@ def folder_errors(config: Config) -> Iterator[None]:
 
 
 def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
-    """Lock the run folder against a second run, clear what must not be mixed with this one, write the resolved
-    settings. Main process only. Raises UserError when another process trains there."""
-    import yaml
-
+    """Lock the run folder, clear what must not be mixed with this run, note what the run is. Main process only. Raises
+    UserError when another process trains there."""
     config, checkpoint = prepared.config, prepared.checkpoint
-    folder = config.run_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=LOCK_SECONDS if config.from_resume else 0)
-    except Timeout:
-        raise UserError(f"--save_weight {config.save_weight}: another process is training in {folder}") from None
-    except NotImplementedError:
-        print(f"Warning: no file locks on this disk; nothing keeps a second run out of {folder}", file=sys.stderr)
-    clean_leftovers(folder)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(config)
+    clean_leftovers(config.run_folder)
     clean_leftovers(config.resume_folder)
     if checkpoint:
         for path, problem in zip(checkpoint.set_damaged_aside(), checkpoint.damaged, strict=True):
             print(f"Warning: {problem}; set aside as {path.name}", file=sys.stderr)
     else:
-        clear_run(folder, config.run_name)
-    metrics = MetricsFile(folder / "metrics.jsonl")
+        clear_run(config.run_folder, config.run_name)
+    metrics = MetricsFile(config.run_folder / "metrics.jsonl")
     metrics.truncate_after(prepared.progress.step)
+    return RunFiles(metrics, note_start(prepared, state), lock)
+
+
+def lock_folder(config: Config) -> FileLock:
+    lock = FileLock(config.run_folder / ".lock")
+    try:
+        lock.acquire(timeout=LOCK_SECONDS if config.from_resume else 0)
+    except Timeout:
+        raise UserError(
+            f"--save_weight {config.save_weight}: another process is training in {config.run_folder}"
+        ) from None
+    except NotImplementedError:
+        print(
+            f"Warning: no file locks on this disk; nothing keeps a second run out of {config.run_folder}",
+            file=sys.stderr,
+        )
+    return lock
+
+
+def note_start(prepared: Prepared, state: TrainingState) -> RunRecord:
+    """Write config.yaml, the settings as resolved, and run.json."""
+    import yaml
+
+    config, checkpoint = prepared.config, prepared.checkpoint
     repeatable = {name: value for name, value in config.values().items() if name not in ONE_START_ONLY}
     repeatable["global_batch_size"] = prepared.windows.global_batch_size  # the same steps with any number of ranks
-    write_file_atomic(folder / "config.yaml", yaml.safe_dump(repeatable, sort_keys=False, allow_unicode=True))
-    record = RunRecord(folder / "run.json")
+    write_file_atomic(
+        config.run_folder / "config.yaml", yaml.safe_dump(repeatable, sort_keys=False, allow_unicode=True)
+    )
+    data = {"train": prepared.dataset, "val": prepared.validation}
+    record = RunRecord(config.run_folder / "run.json")
     record.update(
         status="running",
         seed=config.seed,
@@ -68,16 +86,14 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
         identity=prepared.identity,
         choices=state.choices,
         environment=state.environment,
-        ledger={
-            part: data.ledger for part, data in (("train", prepared.dataset), ("val", prepared.validation)) if data
-        },
+        ledger={part: dataset.ledger for part, dataset in data.items() if dataset},
         plan=asdict(prepared.plan),
     )
     settings = repeatable | {"resume_reset": config.resume_reset}
     record.add_start(prepared.progress.step, config=settings, choices=state.choices, environment=state.environment)
     if checkpoint:  # a kill may have come between the save and its note
         record.add_save(checkpoint.step, checkpoint.weights_digest, f"resume/step_{checkpoint.step:08d}")
-    return RunFiles(metrics, record, lock)
+    return record
 
 
 def clear_run(folder: Path, name: str) -> None:
