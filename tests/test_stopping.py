@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,23 @@ def test_a_signal_is_noted_inside_a_window_and_raised_where_nothing_can_be_lost(
     with StopSignal() as stop, pytest.raises(StopRequested), stop.immediately():
         os.kill(os.getpid(), signal.SIGUSR1)
     assert stop.exit_code == 138
+
+
+@pytest.mark.parametrize("own", [signal.SIGTERM, 0])
+def test_a_signal_that_comes_during_a_vote_counts_at_the_next_one(own: int) -> None:
+    """On both ranks at once, say, while they wait for each other; or on the other rank before the vote."""
+
+    class Voting(World):
+        def max(self, values: Iterable[int]) -> list[int]:
+            mine, *rest = values
+            stop._handle(own, None)
+            return [mine or others, *rest]
+
+    world, others = Voting(torch.device("cpu"), size=2), 0
+    stop = StopSignal()
+    assert stop.agreed(world, True) == (False, True) and stop.received == own
+    others = signal.SIGTERM
+    assert stop.agreed(world, False) == (True, False) and stop.exit_code == 143
 
 
 def test_handlers_are_given_back_when_training_is_over() -> None:

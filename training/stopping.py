@@ -123,8 +123,9 @@ class StopSignal:
             return (bool(self.received), *also)
         if self._asked:
             self._pace = max(time.monotonic() - self._asked, 0.9 * self._pace)
-        self.received, *others = world.max([self.received, *map(int, also)])
-        self._asked, self._agreed = time.monotonic(), bool(self.received)
+        most, *others = world.max([self.received, *map(int, also)])
+        self.received = self.received or most  # one that came during the vote counts at the next
+        self._asked, self._agreed = time.monotonic(), bool(most)
         return (self._agreed, *map(bool, others))
 
     @property
