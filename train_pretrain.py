@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 8 train_pretrain.py ...        many
     python train_pretrain.py --from_resume 1 ...             go on where the last save left off
 
-The order of events: settings, data, what a save says, ranks, model, loop, finish. README.md has the whole story.
+The order of events: settings, the save to go on from, model, data, ranks, dry step, loop, finish. README.md has the
+whole story.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def train(run: Run) -> None:
     if run.is_finished:
         run.console.print(f"Nothing left to do: the run is at its last step, {progress.step}.")
     while not run.is_finished:
-        train_epoch(run, run.state.windows.epoch(progress.rows_seen))
+        train_epoch(run, run.state.windows.epoch(progress.rows_seen))  # all ranks
     with run.stop.saving():
         run.saver.finish()  # all ranks
 
@@ -142,14 +143,14 @@ def train_epoch(run: Run, epoch: int) -> None:
         set_learning_rate(run.state.optimizers, lr)
 
         losses = forward_backward(run, batches, sampler.micro_batches(len(rows)), target_count)
-        norm, finite = update_parameters(
+        grad_norm, finite = update_parameters(
             list(run.model.parameters()), run.state.optimizers, run.state.scaler, run.config.grad_clip
         )
         is_first = progress.rows_seen == first_row
         count_step(run, rows.tolist(), target_count, finite)
 
         if is_first or log_is_due(run):
-            log_step(run, epoch, losses, lr, norm)
+            log_step(run, epoch, losses, lr, grad_norm)  # all ranks
         elif run.world.device.type == "cpu" or evaluation_is_due(run) or run.saver.interval_is_due(progress.step):
             look_at_updates(run)  # a host sync: inside the pause it would take the device's work out of tokens/s
         with run.throughput.paused():
@@ -160,7 +161,7 @@ def train_epoch(run: Run, epoch: int) -> None:
 def count_step(run: Run, rows: list[int], target_count: int, finite: Tensor) -> None:
     """The step is finished: what a save of it holds is fixed here, whatever happens next."""
     progress = run.state.progress
-    run.stop.at_once, run.stop.has_news = False, True  # from here on a stop has a finished step to save
+    run.stop.step_finished()
     progress.step += 1
     progress.rows_seen += len(rows)
     progress.tokens_seen += target_count
@@ -173,7 +174,7 @@ def count_step(run: Run, rows: list[int], target_count: int, finite: Tensor) -> 
 def evaluate_save_or_stop(run: Run) -> None:
     """What may be due after a step. All ranks must call. Raises StopRequested."""
     progress = run.state.progress
-    best = evaluation_is_due(run) and evaluate_and_log(run)
+    best = evaluation_is_due(run) and evaluate_and_log(run)  # all ranks
     stop, clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)  # all ranks
     if best or clock_due or run.ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step):
         look_at_updates(run)
@@ -231,9 +232,10 @@ def fail(run: Run | None, stop: StopSignal, error: BaseException) -> int:
     rank, _, world_size = environment_rank()
     if run:
         set_status(run, "invalid" if isinstance(error, NonFinite) else "failed")
-    patience = time.monotonic() + 5 * (world_size > 1 and is_echo(error))
-    while not stop.received and time.monotonic() < patience:  # another rank ended first and says why; the launcher's
-        time.sleep(0.05)  # signal that ends us is on its way
+    # Another rank failed first and reports why: wait for the launcher's signal.
+    deadline = time.monotonic() + 5 * (world_size > 1 and is_echo(error))
+    while not stop.received and time.monotonic() < deadline:
+        time.sleep(0.05)
     if isinstance(error, (SaveFailed, NonFinite)):
         print(f"Error: {error}", file=sys.stderr, flush=True)
     elif world_size == 1:
@@ -261,7 +263,7 @@ def save_and_leave(run: Run | None, stop: StopSignal) -> int:
     run.console.print(f"Stopped at step {run.state.progress.step}. To go on: {resume_command(run.config)}")
     run.tracker.finish("aborted")
     code = stop.exit_code
-    leave_group(run.world)
+    leave_group(run.world)  # all ranks
     return code
 
 
@@ -282,15 +284,15 @@ def finish(run: Run) -> int:
     generate = ["python", shown(ROOT / "scripts" / "generate.py"), "--load", shown(config.run_folder)]
     run.console.print(f"To generate: {shlex.join(generate)}")
     run.tracker.finish()
-    leave_group(run.world)
+    leave_group(run.world)  # all ranks
     return 0
 
 
 def report_evaluation(run: Run) -> int:
     """--eval_only: the validation figures of the weights as loaded; nothing is written."""
-    result = evaluate_run(run)
+    result = evaluate_run(run)  # all ranks
     run.console.print(json.dumps(asdict(result)))
-    leave_group(run.world)
+    leave_group(run.world)  # all ranks
     return 0
 
 

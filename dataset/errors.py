@@ -1,4 +1,4 @@
-"""What a user can put right."""
+"""Mistakes that the user can mend. Here because dataset imports nothing of ours but itself."""
 
 
 class UserError(Exception):

@@ -1,4 +1,4 @@
-"""Files whose content is digested on the way to the disk, and the disk made to hold them."""
+"""Files hashed while they are written, and flushed to the disk."""
 
 from __future__ import annotations
 

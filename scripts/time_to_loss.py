@@ -3,7 +3,7 @@
     python scripts/time_to_loss.py optimizers --minutes 120 --data_path train.jsonl --val_path val.jsonl
     python scripts/time_to_loss.py baseline --minutes 60 --data_path train.jsonl --val_path val.jsonl
 
-`--minutes` is for everything together; runs are made as long as it allows, and with less of it the answer concerns an
+`--minutes` is for everything together; runs are made as long as it allows: with less time the comparison covers only an
 earlier part of training. Any option of train_pretrain.py may be given too; both sides of a comparison get it.
 
 optimizers: each optimizer at three learning rates with one seed, then the best at three seeds, all for the same number
@@ -53,7 +53,7 @@ class Outcome:
     losses: dict[int, float]
     step_seconds: float
     wall_seconds: float
-    startup_seconds: float  # from the start of the process to the first step's begin
+    overhead_seconds: float  # outside the steps' clock: start-up, last evaluation, exit
 
     @property
     def final(self) -> float:
@@ -105,7 +105,7 @@ def optimizers(minutes: float, words: list[str], rates: list[float], seeds: list
     probes = {name: train(folder, words, PROBE_STEPS, False, optimizer=name) for name in OPTIMIZERS}
     runs = len(OPTIMIZERS) * (len(rates) + len(seeds) - 1)
     per_pair = sum(probe.step_seconds for probe in probes.values())
-    overhead = statistics.mean(probe.startup_seconds for probe in probes.values())
+    overhead = statistics.mean(probe.overhead_seconds for probe in probes.values())
     left = 60 * minutes - sum(probe.wall_seconds for probe in probes.values()) - runs * overhead
     steps = max(EVALUATIONS, int(SHARE_TRAINING * left / (runs / len(OPTIMIZERS) * per_pair)))
     print(
@@ -161,7 +161,7 @@ def baseline(minutes: float, words: list[str], rate: float, folder: Path) -> int
 
 def race(took: float, target: float, compiling: float, words: list[str], rate: float, folder: Path) -> int:
     """This trainer against a baseline that `took` so many seconds to the loss `target`; `compiling` seconds are added
-    to its time. Status 1 if it loses."""
+    to its time. Status 1 if its run never reaches `target`."""
     probe = train(folder, words, PROBE_STEPS, False, learning_rate=rate)
     startup = probe.wall_seconds - PROBE_STEPS * probe.step_seconds
     steps = max(EVALUATIONS, int(SHARE_TRAINING * (took / 4 - startup - compiling) / probe.step_seconds))
@@ -175,7 +175,7 @@ def race(took: float, target: float, compiling: float, words: list[str], rate: f
     if needed is None:
         print("It does not reach the baseline's loss in a quarter of its time.", flush=True)
         return 1
-    seconds = outcome.startup_seconds + compiling + needed * outcome.step_seconds
+    seconds = outcome.overhead_seconds + compiling + needed * outcome.step_seconds
     print(f"It is there after {needed:.0f} steps, {seconds:.0f} s = {seconds / took:.2f} of the time.", flush=True)
     return 0
 
@@ -195,8 +195,8 @@ def train_plain_for(seconds: float, words: list[str], rate: float, folder: Path)
     rows = max(1, round(c.batch_size * c.max_seq_len / ROW))
     device, clock = choose_device(c.device), StepClock()
     train_plain(shape, dataset, device, rows, c.accumulation_steps, 4, clock)
-    second = (clock.times[-1][0] - clock.times[1][0]) / 3
-    steps = max(2, int(seconds / second))
+    step_seconds = (clock.times[-1][0] - clock.times[1][0]) / 3
+    steps = max(2, int(seconds / step_seconds))
     began = time.monotonic()
     model = train_plain(shape, dataset, device, rows, c.accumulation_steps, steps, StepClock(), rate)
     took = time.monotonic() - began
@@ -208,7 +208,7 @@ def validation_loss(weights: Path, words: list[str], folder: Path) -> float:
     """val_loss of a weights file, by the trainer itself."""
     from training.config import load_config
 
-    same = {"tokenizer_path": load_config(words).tokenizer_path}  # said aloud: the file does not name it
+    same = {"tokenizer_path": load_config(words).tokenizer_path}  # explicit: the file does not name it
     more = words_of({"from_weight": weights, "eval_only": 1, "save_dir": folder, "save_weight": "look", **same})
     command = [sys.executable, str(ROOT / "train_pretrain.py"), *words, *more]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -219,17 +219,17 @@ def validation_loss(weights: Path, words: list[str], folder: Path) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("race", choices=("optimizers", "baseline"))
+    parser.add_argument("comparison", choices=("optimizers", "baseline"))
     parser.add_argument("--minutes", type=float, default=25, help="for everything together (default: %(default)s)")
     parser.add_argument("--rates", default="0.0015,0.003,0.006", help="learning rates of the optimizers' comparison")
     parser.add_argument("--seeds", default="1,2,3", help="its seeds; the first is for the learning rates")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of both in the baseline's comparison")
     options, words = parser.parse_known_args(argv)
-    sizes = SMALL if options.race == "optimizers" else LARGE
+    sizes = SMALL if options.comparison == "optimizers" else LARGE
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as name:
         folder = Path(name)
         words = [*words_of({**COMMON, **sizes, "cache_dir": folder / "cache"}), *words]
-        if options.race == "baseline":
+        if options.comparison == "baseline":
             return baseline(options.minutes, words, options.rate, folder)
         rates = [float(rate) for rate in options.rates.split(",")]
         return optimizers(options.minutes, words, rates, [int(seed) for seed in options.seeds.split(",")], folder)

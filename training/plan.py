@@ -1,4 +1,4 @@
-"""What a run will cost, foretold before its first step: parameters, FLOPs, steps, disk, memory, time."""
+"""What a run will cost, estimated before its first step: parameters, FLOPs, steps, disk, memory, time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before ranks meet: settings checked, data opened, the save to go on from found, the model drawn, the plan made."""
+"""Before ranks meet: settings checked, the save to go on from found, the model drawn, data opened, the plan made."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from training.start_model import init_model, model_shape
 
 @dataclass
 class Prepared:
-    """What is known and checked before ranks meet."""
+    """What is known and checked before ranks meet. The dry step may still lower batch_size: it then replaces plan and
+    windows and edits config."""
 
     config: Config  # of a resumed run: the saved settings under what was said this time
     tokenizer: TextTokenizer
@@ -44,7 +45,7 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Check settings, open the data, find the save to go on from, draw the model, make the plan.
+    """Check settings, find the save to go on from, draw the model, open the data, make the plan.
 
     Raises UserError, DataError or CheckpointError. Ranks do this each for itself, without talking to each other; a file
     lock lets one of them build what is not there yet.
@@ -173,7 +174,8 @@ def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> tuple[Pre
 
 
 def saved_progress(config: Config, checkpoint: Checkpoint, identity: dict[str, Any]) -> Progress:
-    """The counters of a save. A best score counts only on the same validation texts."""
+    """The counters of a save. `--resume_reset schedule` restarts the schedule here; a best score counts only on the
+    same validation texts."""
     progress = Progress(**checkpoint.state["progress"])
     if config.resume_reset == "schedule":
         progress.schedule_start = progress.rows_seen

@@ -1,4 +1,4 @@
-"""What a run looks at on its way: skipped updates, the figures of a step, validation, and what the model writes."""
+"""What a run reports as it goes: skipped updates, the figures of a step, validation, and what the model writes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from model.sampling import sample_text
 from trainer_utils import autocast, peak_memory_gib
 from training.compiling import uncompiled
 from training.config import SAMPLE_FOLDER
@@ -47,7 +48,7 @@ def log_is_due(run: Run) -> bool:
     return run.ends_epoch or run.is_finished or run.state.progress.step % run.config.log_interval == 0
 
 
-def log_step(run: Run, epoch: int, losses: Tensor, lr: float, norm: Tensor) -> None:
+def log_step(run: Run, epoch: int, losses: Tensor, lr: float, grad_norm: Tensor) -> None:
     """The log line, metrics.jsonl, tracker and progress bar of the step just finished. All ranks must call."""
     look_at_updates(run)
     progress, windows, schedule = run.state.progress, run.state.windows, run.state.schedule
@@ -61,7 +62,7 @@ def log_step(run: Run, epoch: int, losses: Tensor, lr: float, norm: Tensor) -> N
         logits_loss=logits_loss,
         aux_loss=aux_loss,
         lr=lr,
-        grad_norm=norm.item(),
+        grad_norm=grad_norm.item(),
         rows_seen=progress.rows_seen,
         tokens_seen=progress.tokens_seen,
         tokens_per_second=tokens_per_second,
@@ -93,7 +94,7 @@ def evaluation_is_due(run: Run) -> bool:
 def evaluate_and_log(run: Run) -> bool:
     """Evaluate, log, and say whether this is the best so far. All ranks must call."""
     progress = run.state.progress
-    result = evaluate_run(run)
+    result = evaluate_run(run)  # all ranks
     run.val_loss, progress.evaluated_step = result.val_loss, progress.step
     run.console.print(
         f"Step {progress.step}: val_loss: {result.val_loss:.4f}, val_ppl: {result.val_ppl:.2f}, "
@@ -127,8 +128,6 @@ def sample_texts(run: Run) -> list[str]:
     """A few texts by the model as it is now, drawn without touching the training's random numbers."""
     if not run.config.samples:
         return []
-    from model.sampling import sample_text
-
     model, tokenizer, seed = unwrap(run.model), run.tokenizer, run.config.seed
     with uncompiled():  # every length of text would be compiled anew
         return [

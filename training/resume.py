@@ -20,6 +20,7 @@ from training.live_state import (
     restore_parameters,
     restore_rng,
 )
+from training.metrics import DivergenceWatch
 from training.schedule import Progress, Schedule, Windows
 
 
@@ -59,7 +60,7 @@ class TrainingState:
     progress: Progress
     windows: Windows
     schedule: Schedule
-    watch: Any  # metrics.DivergenceWatch
+    watch: DivergenceWatch
     identity: dict[str, Any]  # what makes it this run and no other: data, tokenizer, rows
     choices: dict[str, Any]  # what `auto` was resolved to
     environment: dict[str, Any]  # versions, hardware, git

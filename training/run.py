@@ -195,8 +195,8 @@ def differences_between_ranks(prepared: Prepared, world: World) -> list[str]:
 
 
 def resolve_choices(config: Config, world: World, checkpoint: Checkpoint | None) -> tuple[dict[str, Any], list[str]]:
-    """(what `auto` comes to, what to print about it). A resume takes the saved run's choices where they were not said
-    anew: other kernels or another thread count would give other bits."""
+    """(what `auto` comes to, what to print about it). A resume takes the saved run's choices where this command does
+    not set them: other kernels or another thread count would give other bits."""
     saved, notes = checkpoint.state["choices"] if checkpoint else {}, []
     dtype = choose_dtype(config.dtype, world.device) if config.dtype != "auto" or not saved else saved["dtype"]
     same_place = saved and (saved["device"], saved["world_size"]) == (world.device.type, world.size)

@@ -1,4 +1,5 @@
-"""The folder of a run at its start: locked against a second run, cleared, and noted in what the run is."""
+"""A run's folder at the start: locked against a second run, cleared of an older one, described in config.yaml and
+run.json."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
 from filelock import FileLock, Timeout
 
 from dataset.errors import UserError
@@ -26,7 +28,7 @@ LOCK_SECONDS = 10.0  # loader processes of a killed run hold its lock until they
 
 @contextmanager
 def folder_errors(config: Config) -> Iterator[None]:
-    """What the system refuses in a run folder (a folder where a file belongs, say) is a mistake in words."""
+    """Report an OSError in the run folder (a folder where a file belongs, say) as the user's mistake."""
     try:
         yield
     except OSError as error:
@@ -69,8 +71,6 @@ def lock_folder(config: Config) -> FileLock:
 
 def note_start(prepared: Prepared, state: TrainingState) -> RunRecord:
     """Write config.yaml, the settings as resolved, and run.json."""
-    import yaml
-
     config, checkpoint = prepared.config, prepared.checkpoint
     repeatable = {name: value for name, value in config.values().items() if name not in ONE_START_ONLY}
     repeatable["global_batch_size"] = prepared.windows.global_batch_size  # the same steps with any number of ranks
@@ -97,7 +97,7 @@ def note_start(prepared: Prepared, state: TrainingState) -> RunRecord:
 
 
 def clear_run(folder: Path, name: str) -> None:
-    """Remove what an older run of this name left; the user has agreed to it with --overwrite 1."""
+    """Remove what an older run of this name left: --overwrite 1 allows it, or none of its saves was completed."""
     shutil.rmtree(folder / "resume", ignore_errors=True)
     for leftover in (
         f"{name}.pth",

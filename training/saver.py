@@ -33,7 +33,7 @@ class RunFiles:
 
 
 class NonFinite(RuntimeError):
-    """The numbers have left the reals; nothing was saved from them."""
+    """Gradients, parameters or optimizer state hold NaN or infinity; nothing was saved from them."""
 
 
 class BackgroundWriter:
@@ -49,8 +49,8 @@ class BackgroundWriter:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def wait(self) -> None:
-        """Return when no save is running any more; raises SaveFailed if the last one failed, NonFinite if it must not
-        be."""
+        """Return when no save is running any more; raises SaveFailed if the last one failed, NonFinite if it
+        refused to save."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -131,7 +131,8 @@ class Saver:
 
     def save(self, best: bool = False) -> None:
         """Save the last finished step. All ranks must call. Pays for a snapshot to host memory; the rest happens in the
-        background. A failure of the save before is a warning: this one is the retry. Raises NonFinite of that one."""
+        background. If the save before failed, warns: this one is the retry. Raises NonFinite if that one found NaN or
+        infinity."""
         states = self.world.gather(self.state.rng)  # all ranks
         step = self.state.progress.step
         self._last_time = time.monotonic()

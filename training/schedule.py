@@ -83,10 +83,10 @@ class Schedule:
 
 
 def make_windows(config: Config, rows: int, world_size: int, saved_global_batch: int = 0) -> Windows:
-    """The saved global batch wins over everything but a spoken `--global_batch_size`; accumulation follows from it."""
-    spoken = config.global_batch_size if "global_batch_size" in config.given or not saved_global_batch else 0
+    """The saved global batch wins over all but an explicit `--global_batch_size`; accumulation follows from it."""
+    explicit = config.global_batch_size if "global_batch_size" in config.given or not saved_global_batch else 0
     product = config.batch_size * config.accumulation_steps * world_size
-    global_batch = spoken or saved_global_batch or product
+    global_batch = explicit or saved_global_batch or product
     # A micro-batch never needs more rows than a rank's share of the step: the rest would be padding.
     batch_size = min(config.batch_size, -(-min(global_batch, rows) // world_size))
     return Windows(rows, global_batch, batch_size, world_size)

@@ -60,8 +60,8 @@ def init_model(config: Config, tokenizer: Any) -> MiniMindForCausalLM:
 
 
 def start_weights(config: Config, tokenizer_digest: str, model: MiniMindForCausalLM) -> tuple[Path, dict[str, Tensor]]:
-    """Where `--from_weight` leads and the parameters found there, in the model's dtype, checked to be of its make and
-    to speak this run's tokenizer."""
+    """Where `--from_weight` leads and the parameters found there, in the model's dtype, checked against this
+    model's options and this run's tokenizer."""
     path, dtype = find_weights(config), model.lm_head.weight.dtype
     if path.is_dir():
         weights, card = read_hugging_face(path), None
@@ -70,16 +70,16 @@ def start_weights(config: Config, tokenizer_digest: str, model: MiniMindForCausa
         weights, card = read_weights(path)
         made_with = mapping(mapping(card).get("config"))
     check_tokenizer(config, path, card, tokenizer_digest)
-    check_make(path, made_with, model.config.to_dict())
+    check_architecture(path, made_with, model.config.to_dict())
     head, embedding = weights.pop("lm_head.weight", None), weights.get("model.embed_tokens.weight")
     if head is not None and (embedding is None or not torch.equal(head.float(), embedding.float())):
         raise UserError(f"--from_weight {path}: its output head is not tied to its embedding; this model's is")
     return path, {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
-def check_make(path: Path, made_with: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise UserError where the weights were made with other model options, the rotary base, which no shape betrays,
-    among them."""
+def check_architecture(path: Path, made_with: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise UserError where the weights were made with other model options, including the rotary base, which shapes
+    cannot reveal."""
     if made_with.get("rope_theta") is None:  # where transformers 5 writes it
         made_with = made_with | {"rope_theta": mapping(made_with.get("rope_parameters")).get("rope_theta")}
     names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size rope_theta use_moe"
@@ -149,7 +149,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(config: Config, path: Path, card: dict[str, Any] | None, digest: str) -> None:
-    """Two tokenizers of equal size load alike and speak nonsense: their digests must agree, or the user must say."""
+    """The wrong tokenizer of the right size loads without complaint and yields nonsense: digests must agree, or the
+    user must name one."""
     if card is None:
         if "tokenizer_path" not in config.given:
             raise UserError(

@@ -20,7 +20,7 @@ from trainer_utils import World, environment_rank, is_torchrun_worker
 
 
 class StopRequested(BaseException):
-    """Raised where a run that was told to stop can. Not an Exception: nobody should swallow it."""
+    """Raised at a point where a run told to stop may stop. Not an Exception: nobody should swallow it."""
 
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
@@ -42,7 +42,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = 0
         self.at_once = False
-        self.has_news = False  # a step was finished since the start: leaving means saving first
+        self.has_new_step = False  # a step was finished since the start: leaving means saving first
         self.is_saving = False  # the ranks wait for the disk, not for each other
         self._asked = 0.0  # time of the last vote of several ranks
         self._pace = 0.0  # seconds from one vote to the next
@@ -79,7 +79,7 @@ class StopSignal:
         first_interrupt, deadline = math.inf, None
         while True:
             if not select.select([bell], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]:
-                if not self.has_news:
+                if not self.has_new_step:
                     self.leave("not stopped in time; nothing is lost", self.exit_code)
                 if self._asked and not self._agreed and not self.is_saving:
                     self.leave("no agreement between ranks; leaving alone")
@@ -97,6 +97,10 @@ class StopSignal:
                     self.leave("second Ctrl-C: stopping at once; the last save stays")
                 first_interrupt = min(first_interrupt, time.monotonic())
 
+    def step_finished(self) -> None:
+        """From here on a stop has a finished step to save: it waits for the end of a step and no longer raises."""
+        self.at_once, self.has_new_step = False, True
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside this block the ranks wait for the disk: no answer from one does not mean that it is gone."""
@@ -108,7 +112,7 @@ class StopSignal:
 
     @contextmanager
     def immediately(self) -> Iterator[None]:
-        """Signals raise StopRequested inside this block, and at its door if one came before."""
+        """Signals raise StopRequested inside this block, and on entry if one came earlier."""
         self.at_once = True
         try:
             if self.received:
@@ -118,7 +122,7 @@ class StopSignal:
             self.at_once = False
 
     def agreed(self, world: World, *also: bool) -> tuple[bool, ...]:
-        """(stop, *also) as any rank wished it. All ranks must call."""
+        """(stop, *also), each true if it is on any rank. All ranks must call."""
         if world.size == 1:
             return (bool(self.received), *also)
         if self._asked:
