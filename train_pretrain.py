@@ -96,7 +96,8 @@ def run_config(config: Config, stop: StopSignal) -> int:
                 train(run)
         except StopRequested:
             return save_and_leave(run, stop)
-        return finish(run)
+        with stop.saving():  # no more votes: a stop signal changes nothing now
+            return finish(run)
     except UserError:
         raise
     except BaseException as error:
@@ -110,8 +111,9 @@ def train(run: Run) -> None:
     """Train from where the state stands to the last step, epoch by epoch."""
     run.model.train()
     progress = run.state.progress
-    if progress.step > progress.evaluated_step and evaluation_is_due(run) and evaluate_and_log(run):
-        run.saver.save(best=True)  # all ranks; a stop had come between this step and its evaluation
+    with run.throughput.paused():
+        if progress.step > progress.evaluated_step and evaluation_is_due(run) and evaluate_and_log(run):
+            run.saver.save(best=True)  # all ranks; a stop had come between this step and its evaluation
     if run.is_finished:
         run.console.print(f"Nothing left to do: the run is at its last step, {progress.step}.")
     while not run.is_finished:

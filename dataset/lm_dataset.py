@@ -132,6 +132,11 @@ class PretrainDataset(Dataset):
         return Batch(*(torch.from_numpy(array) for array in batch))
 
     @property
+    def fingerprint(self) -> str:
+        """Of the documents in use: their texts, tokenizer and reading options."""
+        return self.cache.fingerprint + ("" if self.documents is None else f":{_digest(self.documents)}")
+
+    @property
     def row_bytes(self) -> np.ndarray:
         """UTF-8 bytes of the documents whose first piece lies in each row, int64 [rows]; 0 for documents that are cut.
 
@@ -200,7 +205,7 @@ def _before_within(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 def _load_or_plan(cache: TokenCache, size: int, packing: bool, documents: np.ndarray | None) -> RowPlan:
     """The row plan kept beside the tokens, or made and kept now; on a read-only disk it is made each time."""
-    subset = "all" if documents is None else hashlib.sha256(documents.tobytes()).hexdigest()[:16]
+    subset = "all" if documents is None else _digest(documents)
     folder = cache.folder / "plans" / f"{'packed' if packing else 'single'}_{size}_{subset}"
     plan = _stored_plan(folder, cache)
     if plan is not None:
@@ -219,6 +224,10 @@ def _load_or_plan(cache: TokenCache, size: int, packing: bool, documents: np.nda
             return plan
     except DataError:
         return plan or _plan(cache, size, packing, documents)
+
+
+def _digest(documents: np.ndarray) -> str:
+    return hashlib.sha256(documents.tobytes()).hexdigest()[:16]
 
 
 def _stored_plan(folder: Path, cache: TokenCache) -> RowPlan | None:

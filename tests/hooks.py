@@ -113,6 +113,18 @@ def _constant(value: Any, _old: Any) -> Any:
     return value
 
 
+def val_losses(*losses: float) -> Hook:
+    """A hook: evaluations give these losses, one after the other."""
+    return _replace, "training.reporting.evaluate_run", functools.partial(_evaluations, losses)
+
+
+def _evaluations(losses: tuple[float, ...], _old: Any) -> Any:
+    from training.evaluation import Evaluation
+
+    coming = iter(losses)
+    return lambda run: Evaluation(next(coming), 1.0, 1.0)
+
+
 def record_rows(path: object) -> Hook:
     """A hook: append {"rank", "step", "rows"} to `path` for every step this process computes, the rows as it fetched
     them (-1: missing), whether or not the step is then finished."""

@@ -103,7 +103,7 @@ def copied_run(place: Place) -> Path:
     return Path(shutil.copytree(place.run, place.folder / "w" / "good_32"))
 
 
-def without_gpu(place: Place) -> None:
+def without_card(place: Place) -> None:
     (copied_run(place) / "good_32.json").unlink()
 
 
@@ -506,19 +506,19 @@ CASES = [
         "weights: of an unknown tokenizer",
         "--from_weight w/good_32",
         ["does not say which tokenizer it was trained with", "give that tokenizer with --tokenizer_path"],
-        setup=without_gpu,
+        setup=without_card,
     ),
     Case(
         "weights: another vocabulary",
         "--from_weight w/good_32 --tokenizer_path t",
         ["model.embed_tokens.weight has shape [6400, 32], this model needs ["],
-        setup=lambda place: (without_gpu(place), make_folder(Path("t"))),
+        setup=lambda place: (without_card(place), make_folder(Path("t"))),
     ),
     Case(
         "weights: another shape",
         "--from_weight w/good_32 --tokenizer_path model --num_hidden_layers 3",
         ["--from_weight", "the saved parameters are those of another architecture", "is missing"],
-        setup=without_gpu,
+        setup=without_card,
     ),
     Case(
         "weights: damaged",

@@ -465,6 +465,17 @@ def test_the_state_of_another_optimizer_is_refused_and_an_empty_one_is_the_state
         live_state.restore_optimizer(adamw(model), model, live_state.flatten_optimizer(mixed, model))
 
 
+def test_an_optimizer_all_of_whose_updates_were_skipped_is_restored_as_it_was():
+    """Fused AdamW makes its state all the same; Muon, which decides on the host, does not."""
+    model = Tied()
+    muon, adam = muon_and_adamw(model)
+    train(model, [adam], 1)
+    saved = live_state.flatten_optimizer([muon, adam], model)
+    fresh = muon_and_adamw(model)
+    live_state.restore_optimizer(fresh, model, saved)
+    assert not fresh[0].state and len(fresh[1].state) == 2
+
+
 def test_parameters_of_another_architecture_are_refused_by_name_and_change_nothing():
     model, before = Tied(8), live_state.flatten_parameters(Tied(12))
     kept = model.up.weight.clone()

@@ -252,7 +252,9 @@ def test_an_empty_path_is_not_the_current_folder():
 
 def test_importing_any_file_prints_nothing_and_changes_no_environment():
     names = sorted(path.stem for path in ROOT.glob("*.py"))
-    names += sorted(f"{folder}.{path.stem}" for folder in ("model", "dataset") for path in (ROOT / folder).glob("*.py"))
+    names += sorted(
+        f"{folder}.{path.stem}" for folder in ("model", "dataset", "training") for path in (ROOT / folder).glob("*.py")
+    )
     script = (
         "import os, sys, importlib; before = dict(os.environ)\n"
         f"for name in {names}: importlib.import_module(name)\n"

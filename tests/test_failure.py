@@ -21,7 +21,7 @@ import torch.distributed as dist
 from conftest import small_run, write_corpus
 
 import train_pretrain
-from hooks import at_call, spoil_loss
+from hooks import at_call, spoil_loss, val_losses
 from runs import (
     ROOT,
     environment,
@@ -37,8 +37,9 @@ from runs import (
     without,
 )
 from trainer_utils import meet
-from training import files, run
+from training import files, reporting, run
 from training.checkpoint import find_checkpoints, verify_checkpoint
+from training.evaluation import Evaluation
 from training.metrics import DivergenceWatch, read_metrics
 
 
@@ -289,6 +290,40 @@ def test_a_disk_that_takes_no_more_fails_the_run_on_every_rank_and_keeps_the_goo
     assert "Traceback" not in text
     assert record(words)["status"] == "failed"
     assert list(saves(words)) == [2, 4]
+
+
+def best_of(words: list[str]) -> tuple[float, int, float, int]:
+    """(loss, step) of the best evaluation as the newest state has it, then as the card of the best weights has it."""
+    progress = final_state(words)["progress"]
+    card = json.loads((run_folder(words) / "pretrain_32_best.json").read_text())
+    return progress["best_val_loss"], progress["best_step"], card["val_loss"], card["step"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "losses", "expected"),
+    [
+        (5, [9.0, 8.5, 8.0, 8.7, 8.8], (8.0, 9)),  # saves at 2, 3, 4, 6, 8: the next one, of step 9, is a best one
+        (9, [9.0, 8.5, 8.2, 8.1, 8.0], (8.0, 13)),  # the last one, of step 13, which is a best one itself
+    ],
+)
+def test_a_save_that_fails_does_not_cost_the_best_one_its_figures(
+    words, tmp_path, monkeypatch, broken, losses, expected
+):
+    coming = iter(losses)
+    monkeypatch.setattr(reporting, "evaluate_run", lambda run: Evaluation(next(coming), 1.0, 1.0))
+    full_disk_during(monkeypatch, range(broken, broken + 1))
+    train(words, "--val_path", write_corpus(tmp_path / "v.jsonl", documents=3), "--eval_interval", 3)
+    assert best_of(words) == (*expected, *expected)
+
+
+def test_ranks_agree_on_the_best_one_after_a_save_that_failed(words, tmp_path):
+    """Rank 0 alone learns of the failure at step 4; at step 9 both must judge 8.5 by the 8.0 of step 6."""
+    words = without(replaced(words, batch_size=1, global_batch_size=4), "accumulation_steps")
+    figures = val_losses(9.0, 8.0, 8.5, 8.7, 8.8)
+    hooks = {0: [figures, at_call("training.saver.write_checkpoint", 3, "raise full")], 1: [figures]}
+    val = write_corpus(tmp_path / "v.jsonl", documents=3)
+    finish(launch(words, "--val_path", val, "--eval_interval", 3, ranks=2, hooks=hooks))
+    assert best_of(words) == (8.0, 6, 8.0, 6)
 
 
 def test_a_run_folder_removed_meanwhile_is_made_anew(words, whole, monkeypatch):

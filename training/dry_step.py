@@ -47,7 +47,8 @@ def rehearse(
         return try_step(model, dataset, batch_size, config, world.device, dtype, update=on_cuda)
 
     if on_cuda:
-        with kept_free(RANKS_RESERVE_BYTES * (world.size > 1), world.device):
+        reserve = RANKS_RESERVE_BYTES * (world.size > 1)
+        with memory_errors("the model beside NCCL's buffers"), kept_free(reserve, world.device):
             return fit_batch_size(windows, attempt, world, may_halve=bool(config.auto_batch))
     rows = min(windows.batch_size, max(1, CPU_POSITIONS // config.max_seq_len))
     with memory_errors(f"--max_seq_len {config.max_seq_len}: a micro-batch of {rows}"):

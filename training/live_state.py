@@ -113,11 +113,14 @@ def restore_optimizer(optimizers: list[Optimizer], model: nn.Module, tensors: Ma
     problems: list[str] = []
     plan: list[tuple[Optimizer, nn.Parameter, dict[str, Tensor]]] = []
     for optimizer in optimizers:
+        # An optimizer all of whose updates were skipped has no state yet.
+        began = any(names[p] in saved for group in optimizer.param_groups for p in group["params"])
+        wanted = STATE_KEYS[type(optimizer)] if began else set()
         for group in optimizer.param_groups:
             on_device = bool(group.get("fused"))  # whose step counts live beside the parameters
             for parameter in group["params"]:
                 entries = saved.pop(names[parameter], {})
-                problems += _state_problems(names[parameter], parameter, entries, STATE_KEYS[type(optimizer)])
+                problems += _state_problems(names[parameter], parameter, entries, wanted)
                 plan.append((optimizer, parameter, _placed(entries, parameter, on_device)))
     problems += [f"{name} is not a parameter of this optimizer" for name in saved]
     refuse_differences(

@@ -69,8 +69,8 @@ def prepare(config: Config) -> Prepared:
     model = init_model(config, tokenizer)  # before the texts are tokenised: weights that do not fit are found at once
     dataset, validation = open_data(config, tokenizer, show=rank == 0)
     identity = {
-        "data_fingerprint": dataset.cache.fingerprint,
-        "validation_fingerprint": f"{validation.cache.fingerprint}:{config.eval_rows}" if validation else None,
+        "data_fingerprint": dataset.fingerprint,
+        "validation_fingerprint": validation.fingerprint if validation else None,
         "tokenizer_digest": tokenizer.digest,
         "rows": len(dataset),
     }

@@ -134,23 +134,30 @@ class Saver:
         background. If the save before failed, warns: this one is the retry. Raises NonFinite if that one found NaN or
         infinity."""
         states = self.world.gather(self.state.rng)  # all ranks
-        step = self.state.progress.step
+        progress, step = self.state.progress, self.state.progress.step
         self._last_time = time.monotonic()
         if self.world.is_main:
+            figures = progress.best_val_loss, progress.best_step
             self._warn_of_failure()
+            if best:
+                progress.best_val_loss, progress.best_step = figures
             tensors = self.writer.snapshot(self.state.tensors(states))
             facts = self.state.facts(self.config)
             self.writer.submit(lambda: self._write(step, tensors, facts, best))
-        self.world.broadcast(None)  # all ranks: one that went on would ask rank 0 for an answer it cannot give yet
+        # all ranks: the best score decides who saves next; and one that went on would ask rank 0 for an answer too early
+        progress.best_val_loss, progress.best_step = self.world.broadcast((progress.best_val_loss, progress.best_step))
 
     def finish(self) -> None:
         """Have the last finished step on the disk. All ranks must call. Raises SaveFailed, on all, when the last try
         fails: a run must not end well without its weights."""
-        problem = None
+        progress, problem = self.state.progress, None
+        best, figures = progress.best_step == progress.step, (progress.best_val_loss, progress.best_step)
         if self.world.is_main:
             self._warn_of_failure()
-        if self.world.broadcast(self.last_good_step) < self.state.progress.step:  # all ranks
-            self.save()  # all ranks
+        if self.world.broadcast(self.last_good_step) < progress.step:  # all ranks
+            if best:  # the failed save was to hold it
+                progress.best_val_loss, progress.best_step = figures
+            self.save(best)  # all ranks
         try:
             self.writer.wait()
         except SaveFailed as error:
@@ -159,6 +166,7 @@ class Saver:
             raise SaveFailed(problem)
 
     def _warn_of_failure(self) -> None:
+        """If the save before failed, say so and go back to the best score on the disk."""
         try:
             self.writer.wait()
         except SaveFailed as error:

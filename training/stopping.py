@@ -37,7 +37,7 @@ class StopSignal:
     """
 
     PATIENCE_SECONDS = 10.0
-    LAUNCHER_ECHO_SECONDS = 2.0  # torchrun passes on a Ctrl-C that its workers have had from the terminal already
+    LAUNCHER_ECHO_SECONDS = 2.0  # a launcher passes on a Ctrl-C that its workers may have had from the terminal already
 
     def __init__(self) -> None:
         self.received = 0
