@@ -261,6 +261,14 @@ def test_a_rank_that_gets_no_answer_leaves_alone_and_the_last_save_stays(whole_o
     assert (saved_step(words), status_of(words)) == (4, "stopped")
 
 
+def test_a_ctrl_c_that_the_launcher_passes_on_again_is_one_stop(words, whole, tmp_path):
+    hook = at_call("train_pretrain.autocast", micro_batch(6, 1), "SIGINT SIGINT", pause=0.3)
+    finish(launch(words, hooks=[hook], log=tmp_path / "log", TORCHELASTIC_RUN_ID="x"), expect=0)
+    assert "second Ctrl-C" not in (tmp_path / "log").read_text()
+    assert status_of(words) == "stopped"
+    assert_resume_is_bit_equal(words, whole)
+
+
 # --- as users start it ---
 
 

@@ -144,7 +144,7 @@ class Saver:
             tensors = self.writer.snapshot(self.state.tensors(states))
             facts = self.state.facts(self.config)
             self.writer.submit(lambda: self._write(step, tensors, facts, best))
-        # all ranks: the best score decides who saves next; and one that went on would ask rank 0 for an answer too early
+        # all ranks: the best score decides about later saves, and none may ask rank 0 for an answer too early
         progress.best_val_loss, progress.best_step = self.world.broadcast((progress.best_val_loss, progress.best_step))
 
     def finish(self) -> None:
