@@ -45,7 +45,7 @@ from trainer_utils import (
     to_device,
     update_parameters,
 )
-from training.files import SaveFailed
+from training.files import NonFinite, SaveFailed
 from training.live_state import capture_rng
 from training.prepare import prepare
 from training.reporting import (
@@ -59,7 +59,6 @@ from training.reporting import (
     sample_texts,
 )
 from training.run import Run, begin_run
-from training.saver import NonFinite
 from training.start_page import resume_command, shown
 from training.stopping import StopRequested, StopSignal, ignore_stop_signals
 
@@ -302,7 +301,7 @@ def set_status(run: Run, status: str) -> None:
     """Note in run.json how the run stands; a full disk must not hide the reason for which it ended."""
     if run.world.is_main and not run.config.eval_only:
         try:
-            run.saver.files.record.update(status=status, progress=asdict(run.state.progress))
+            run.saver.files.receipt.update(status=status, progress=asdict(run.state.progress))
         except SaveFailed as error:
             print(f"Warning: {error}", file=sys.stderr)
 

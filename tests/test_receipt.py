@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_receipt_is_kept_whole_through_updates_and_restarts(tmp_path):
-    record = receipt.RunRecord(tmp_path / "run.json")
+    record = receipt.Receipt(tmp_path / "run.json")
     record.update(status="running", seed=42, config={"data_path": Path("a.jsonl"), "lr": 1e-3})
     record.add_save(10, "aa", "resume/step_00000010")
     record.add_save(20, "bb", "resume/step_00000020")
-    resumed = receipt.RunRecord(tmp_path / "run.json")
+    resumed = receipt.Receipt(tmp_path / "run.json")
     resumed.add_save(20, "cc", "resume/step_00000020")
     resumed.update(status="finished")
     data = json.loads((tmp_path / "run.json").read_text())
@@ -33,12 +33,12 @@ def test_the_receipt_is_kept_whole_through_updates_and_restarts(tmp_path):
 
 def test_an_unreadable_receipt_is_replaced_and_the_new_one_says_so(tmp_path):
     (tmp_path / "run.json").write_text("{")
-    receipt.RunRecord(tmp_path / "run.json").update(status="running")
+    receipt.Receipt(tmp_path / "run.json").update(status="running")
     assert "unreadable" in json.loads((tmp_path / "run.json").read_text())["notes"][0]
 
 
 def test_the_loop_and_the_writer_s_thread_may_update_the_receipt_together(tmp_path):
-    record = receipt.RunRecord(tmp_path / "run.json")
+    record = receipt.Receipt(tmp_path / "run.json")
 
     def note_saves():
         for step in range(1, 30):

@@ -39,6 +39,10 @@ class SaveFailed(RuntimeError):
     """A save did not come about (disk full, no permission ...); what was saved before is untouched."""
 
 
+class NonFinite(RuntimeError):
+    """Gradients, parameters or optimizer state hold NaN or infinity; nothing was saved from them."""
+
+
 def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")
 

@@ -15,7 +15,7 @@ import torch
 from training.files import write_json_atomic
 
 
-class RunRecord:
+class Receipt:
     """The file run.json. Main process only.
 
     `status` is running, finished, stopped, failed or invalid. A change replaces the file as a whole; raises SaveFailed.

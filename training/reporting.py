@@ -13,10 +13,10 @@ from trainer_utils import autocast, peak_memory_gib
 from training.compiling import uncompiled
 from training.config import SAMPLE_FOLDER
 from training.evaluation import Evaluation, evaluate, floor_report
+from training.files import NonFinite
 from training.live_state import unwrap
 from training.metrics import StepMetrics, format_log_line
 from training.run import Run
-from training.saver import NonFinite
 
 SKIPS_IN_A_ROW_LIMIT = 10
 

@@ -90,7 +90,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     with folder_errors(config):
         files = open_run_folder(prepared, state) if world.is_main and not config.eval_only else None
     if files:
-        stop.before_leaving = lambda: files.record.update(status="stopped")
+        stop.before_leaving = lambda: files.receipt.update(status="stopped")
     for line in notes:
         console.print(line)
     tracker = start_tracker(

@@ -19,7 +19,7 @@ from training.config import ONE_START_ONLY, Config
 from training.files import write_file_atomic
 from training.metrics import MetricsFile
 from training.prepare import Prepared
-from training.receipt import RunRecord
+from training.receipt import Receipt
 from training.resume import TrainingState
 from training.saver import RunFiles
 
@@ -69,7 +69,7 @@ def lock_folder(config: Config) -> FileLock:
     return lock
 
 
-def note_start(prepared: Prepared, state: TrainingState) -> RunRecord:
+def note_start(prepared: Prepared, state: TrainingState) -> Receipt:
     """Write config.yaml, the settings as resolved, and run.json."""
     config, checkpoint = prepared.config, prepared.checkpoint
     repeatable = {name: value for name, value in config.values().items() if name not in ONE_START_ONLY}
@@ -78,8 +78,8 @@ def note_start(prepared: Prepared, state: TrainingState) -> RunRecord:
         config.run_folder / "config.yaml", yaml.safe_dump(repeatable, sort_keys=False, allow_unicode=True)
     )
     data = {"train": prepared.dataset, "val": prepared.validation}
-    record = RunRecord(config.run_folder / "run.json")
-    record.update(
+    receipt = Receipt(config.run_folder / "run.json")
+    receipt.update(
         status="running",
         seed=config.seed,
         config=config.values(),
@@ -90,10 +90,10 @@ def note_start(prepared: Prepared, state: TrainingState) -> RunRecord:
         plan=asdict(prepared.plan),
     )
     settings = repeatable | {"resume_reset": config.resume_reset}
-    record.add_start(prepared.progress.step, config=settings, choices=state.choices, environment=state.environment)
+    receipt.add_start(prepared.progress.step, config=settings, choices=state.choices, environment=state.environment)
     if checkpoint:  # a kill may have come between the save and its note
-        record.add_save(checkpoint.step, checkpoint.weights_digest, f"resume/step_{checkpoint.step:08d}")
-    return record
+        receipt.add_save(checkpoint.step, checkpoint.weights_digest, f"resume/step_{checkpoint.step:08d}")
+    return receipt
 
 
 def clear_run(folder: Path, name: str) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from trainer_utils import World
 from training.checkpoint import prune, weights_digest, write_checkpoint
 from training.config import Config
-from training.files import SaveFailed, all_finite
+from training.files import NonFinite, SaveFailed, all_finite
 from training.metrics import MetricsFile
-from training.receipt import RunRecord
+from training.receipt import Receipt
 from training.resume import TrainingState
 from training.weights import write_weights
 
@@ -28,12 +28,8 @@ class RunFiles:
     """What the main process writes beside the saves."""
 
     metrics: MetricsFile
-    record: RunRecord
+    receipt: Receipt
     lock: Any  # held while this process trains in the folder
-
-
-class NonFinite(RuntimeError):
-    """Gradients, parameters or optimizer state hold NaN or infinity; nothing was saved from them."""
 
 
 class BackgroundWriter:
@@ -191,7 +187,7 @@ class Saver:
             digest, folder = weights_digest(saved), str(saved.relative_to(self.folder))
             prune(self.config.resume_folder, self.config.keep_checkpoints, {step, progress["best_step"]})
         self.last_good_step, self._best_on_disk = step, (progress["best_val_loss"], progress["best_step"])
-        self.files.record.add_save(step, digest, folder)
+        self.files.receipt.add_save(step, digest, folder)
 
 
 def refuse_non_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
