@@ -116,27 +116,27 @@ def train(run: Run) -> None:
     if run.is_finished:
         run.console.print(f"Nothing left to do: the run is at its last step, {progress.step}.")
     while not run.is_finished:
-        train_epoch(run, run.state.windows.epoch(progress.rows_seen))  # all ranks
+        train_epoch(run, run.state.layout.epoch(progress.rows_seen))  # all ranks
     with run.stop.saving():
         run.saver.finish()  # all ranks
 
 
 def train_epoch(run: Run, epoch: int) -> None:
     """Train what is left of one epoch, or less if the run ends before."""
-    progress, windows = run.state.progress, run.state.windows
-    first_row, epoch_end = epoch * windows.rows, (epoch + 1) * windows.rows
-    order = RowOrder(windows.rows, run.config.seed, epoch, bool(run.config.shuffle))
+    progress, layout = run.state.progress, run.state.layout
+    first_row, epoch_end = epoch * layout.rows, (epoch + 1) * layout.rows
+    order = RowOrder(layout.rows, run.config.seed, epoch, bool(run.config.shuffle))
     sampler = SkipBatchSampler(
         order,
-        windows.global_batch_size,
-        windows.batch_size,
+        layout.global_batch_size,
+        layout.batch_size,
         run.world.rank,
         run.world.size,
         start=progress.rows_seen - first_row,
     )
     batches = load_batches(run, sampler)
-    steps_done = windows.steps_per_epoch - windows.steps_left_in_epoch(progress.rows_seen)
-    run.console.start(windows.steps_per_epoch, steps_done)
+    steps_done = layout.steps_per_epoch - layout.steps_left_in_epoch(progress.rows_seen)
+    run.console.start(layout.steps_per_epoch, steps_done)
     while progress.rows_seen < epoch_end and not run.is_finished:
         rows = sampler.window(progress.rows_seen - first_row)  # this step's rows, over all ranks
         target_count = int(run.dataset.row_targets[rows].sum())  # known on every rank without a collective
@@ -196,7 +196,7 @@ def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
         pin_memory=run.world.device.type == "cuda",
         generator=torch.Generator(),
     )
-    most_documents = run.dataset.most_documents(run.state.windows.batch_size)
+    most_documents = run.dataset.most_documents(run.state.layout.batch_size)
     for index, batch in enumerate(loader):
         if index == 0:
             batch.validate(run.tokenizer.vocab_size, run.config.max_seq_len)

@@ -18,7 +18,7 @@ from training import run as run_module
 from training.config import Config, UserError
 from training.dry_step import Measured, fit_batch_size, kept_free, memory_errors, rehearse, try_step
 from training.live_state import capture_rng
-from training.schedule import Windows
+from training.schedule import StepLayout
 from training.start_model import init_model
 
 CPU = torch.device("cpu")
@@ -94,8 +94,8 @@ def test_a_run_has_the_same_bits_with_and_without_a_dry_step(arguments, monkeypa
     train(words, "--from_resume", 1)
     whole = final_weights(words)
 
-    def none(model, dataset, windows, *_):
-        return windows, Measured(1.0, None)
+    def none(model, dataset, layout, *_):
+        return layout, Measured(1.0, None)
 
     monkeypatch.setattr(run_module, "rehearse", none)
     without = replaced(words, save_weight="without")
@@ -108,8 +108,8 @@ def test_a_full_size_dry_step_with_an_update_changes_no_bit_of_a_run_either(argu
     words = replaced(arguments, dropout=0.1)
     train(words)
 
-    def as_on_cuda(model, dataset, windows, config, world, dtype):
-        return windows, try_step(model, dataset, windows.batch_size, config, world.device, dtype, update=True)
+    def as_on_cuda(model, dataset, layout, config, world, dtype):
+        return layout, try_step(model, dataset, layout.batch_size, config, world.device, dtype, update=True)
 
     monkeypatch.setattr(run_module, "rehearse", as_on_cuda)
     dry = replaced(words, save_weight="dry")
@@ -131,10 +131,10 @@ def test_on_a_processor_a_micro_batch_of_about_a_thousand_positions_is_timed(par
     config, model, dataset = parts()
     tried = []
     monkeypatch.setattr(dry_step, "try_step", lambda *a, update: tried.append((a[2], update)) or Measured(1.0, None))
-    windows = Windows(52, 64, 32, 1)
-    assert rehearse(model, dataset, windows, config, World(CPU), torch.float32)[0] == windows
-    rehearse(model, dataset, replace(windows, batch_size=4), config, World(CPU), torch.float32)
-    rehearse(model, dataset, windows, replace(config, max_seq_len=4096), World(CPU), torch.float32)
+    layout = StepLayout(52, 64, 32, 1)
+    assert rehearse(model, dataset, layout, config, World(CPU), torch.float32)[0] == layout
+    rehearse(model, dataset, replace(layout, batch_size=4), config, World(CPU), torch.float32)
+    rehearse(model, dataset, layout, replace(config, max_seq_len=4096), World(CPU), torch.float32)
     assert tried == [(16, False), (4, False), (1, False)]
 
 
@@ -142,27 +142,27 @@ def test_on_a_processor_a_micro_batch_of_about_a_thousand_positions_is_timed(par
 
 
 def test_out_of_memory_halves_the_batch_and_doubles_accumulation_until_it_fits():
-    windows, sizes = Windows(rows=1000, global_batch_size=64, batch_size=32, world_size=1), []
-    fitting, found = fit_batch_size(windows, out_of_memory_above(10, sizes), World(CPU), may_halve=True)
+    layout, sizes = StepLayout(rows=1000, global_batch_size=64, batch_size=32, world_size=1), []
+    fitting, found = fit_batch_size(layout, out_of_memory_above(10, sizes), World(CPU), may_halve=True)
     assert sizes == [32, 16, 8]
     assert (fitting.batch_size, fitting.accumulation_steps, fitting.global_batch_size) == (8, 8, 64)
     assert found.peak_bytes == 8000
 
 
 def test_what_fits_stays():
-    windows = Windows(1000, 64, 32, 1)
-    assert fit_batch_size(windows, out_of_memory_above(32), World(CPU), may_halve=True)[0] == windows
+    layout = StepLayout(1000, 64, 32, 1)
+    assert fit_batch_size(layout, out_of_memory_above(32), World(CPU), may_halve=True)[0] == layout
 
 
 def test_one_row_that_does_not_fit_is_refused_with_remedies():
     with pytest.raises(UserError, match=r"--batch_size 1: .*CUDA out of memory.*--activation_checkpointing 1"):
-        fit_batch_size(Windows(1000, 64, 32, 1), out_of_memory_above(0), World(CPU), may_halve=True)
+        fit_batch_size(StepLayout(1000, 64, 32, 1), out_of_memory_above(0), World(CPU), may_halve=True)
 
 
 def test_without_auto_batch_out_of_memory_is_a_plain_error():
     sizes: list[int] = []
     with pytest.raises(UserError, match=r"--batch_size 32: a step does not fit in memory .*--auto_batch 1 find it"):
-        fit_batch_size(Windows(1000, 64, 32, 1), out_of_memory_above(10, sizes), World(CPU), may_halve=False)
+        fit_batch_size(StepLayout(1000, 64, 32, 1), out_of_memory_above(10, sizes), World(CPU), may_halve=False)
     assert sizes == [32]
 
 
@@ -182,22 +182,22 @@ def test_ranks_agree_on_the_smallest_batch_that_fits_everywhere():
 
     def one(rank: int) -> None:
         attempt = out_of_memory_above([100, 5][rank])
-        found[rank] = fit_batch_size(Windows(1000, 64, 32, 2), attempt, Rank(CPU, rank, rank, 2), True)[0]
+        found[rank] = fit_batch_size(StepLayout(1000, 64, 32, 2), attempt, Rank(CPU, rank, rank, 2), True)[0]
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert found[0] == found[1] == Windows(1000, 64, 4, 2)
+    assert found[0] == found[1] == StepLayout(1000, 64, 4, 2)
 
 
 @pytest.mark.parametrize("batch_size", [8, 5])
 def test_a_halved_batch_trains_the_same_steps_says_so_and_is_what_a_resume_finds(
     arguments, monkeypatch, capsys, batch_size
 ):
-    def small_card(model, dataset, windows, config, world, dtype):
-        return fit_batch_size(windows, out_of_memory_above(2), world, may_halve=bool(config.auto_batch))
+    def small_card(model, dataset, layout, config, world, dtype):
+        return fit_batch_size(layout, out_of_memory_above(2), world, may_halve=bool(config.auto_batch))
 
     words = replaced(arguments, batch_size=batch_size, accumulation_steps=1)
     train(words)
@@ -223,8 +223,8 @@ def test_a_batch_that_never_fits_leaves_an_older_run_as_it_was(arguments, monkey
     train(arguments)
     before = final_weights(arguments)
 
-    def no_card(model, dataset, windows, config, world, dtype):
-        return fit_batch_size(windows, out_of_memory_above(0), world, may_halve=True)
+    def no_card(model, dataset, layout, config, world, dtype):
+        return fit_batch_size(layout, out_of_memory_above(0), world, may_halve=True)
 
     monkeypatch.setattr(run_module, "rehearse", no_card)
     train(arguments, "--overwrite", 1, expect=2)
@@ -290,8 +290,8 @@ def test_on_cuda_a_batch_beyond_the_card_is_halved_and_nothing_comes_of_it(parts
         del ballast
         return try_step(model, dataset, batch_size, config, device, torch.bfloat16, update=True)
 
-    windows, found = fit_batch_size(Windows(52, 32, 32, 1), attempt, World(device), may_halve=True)
-    assert attempts == [32, 16, 8] and (windows.batch_size, windows.accumulation_steps) == (8, 4)
+    layout, found = fit_batch_size(StepLayout(52, 32, 32, 1), attempt, World(device), may_halve=True)
+    assert attempts == [32, 16, 8] and (layout.batch_size, layout.accumulation_steps) == (8, 4)
     assert found.peak_bytes and found.peak_bytes > 16 * sum(p.numel() for p in model.parameters())
     assert same_bits(before, {name: p.detach() for name, p in model.named_parameters()})
     assert same_bits(rng, capture_rng(device)) and all(p.grad is None for p in model.parameters())

@@ -70,13 +70,13 @@ def saves(words: list[str]) -> dict[int, Path]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_step_is_skipped_and_recorded_with_its_rows(words, monkeypatch, capsys, value):
-    windows = {}
+    layout = {}
     original = train_pretrain.forward_backward
 
     def spoiled(run, batches, micro_batches, target_count):
         losses = original(run, batches, micro_batches, target_count)
         step = run.state.progress.step + 1
-        windows[step] = run.state.progress.rows_seen
+        layout[step] = run.state.progress.rows_seen
         if step in (5, 6):
             next(run.model.parameters()).grad[0, 0] = value
         return losses
@@ -86,7 +86,7 @@ def test_a_non_finite_step_is_skipped_and_recorded_with_its_rows(words, monkeypa
     lines = [line for line in read_metrics(run_folder(words) / "metrics.jsonl") if "skipped_rows" in line]
     assert [line["step"] for line in lines] == [5, 6]
     order = train_pretrain.RowOrder(52, 42, 0)
-    assert [line["skipped_rows"] for line in lines] == [order[windows[step] :][:4].tolist() for step in (5, 6)]
+    assert [line["skipped_rows"] for line in lines] == [order[layout[step] :][:4].tolist() for step in (5, 6)]
     assert logged(words, "skipped_steps")[13] == 2
     assert final_state(words)["progress"]["skipped_steps"] == 2
     assert "Step 5: gradient is not finite; update skipped" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from runs import replaced, run_folder, train
 from training.config import Config
 from training.plan import Plan, duration, make_plan, mebibytes, model_bytes
-from training.schedule import Progress, make_schedule, make_windows
+from training.schedule import Progress, make_layout, make_schedule
 from training.start_model import model_shape
 
 
@@ -31,8 +31,8 @@ def two_rows() -> SimpleNamespace:
 
 def plan_of(model: MiniMindForCausalLM, **settings) -> Plan:
     config = Config(**settings)
-    windows = make_windows(config, rows=2, world_size=1)
-    return make_plan(model, config, two_rows(), windows, make_schedule(config, windows, Progress()), done=0)
+    layout = make_layout(config, rows=2, world_size=1)
+    return make_plan(model, config, two_rows(), layout, make_schedule(config, layout, Progress()), done=0)
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -87,23 +87,23 @@ def test_flops_of_a_token_equal_those_torch_counts_for_a_step():
     products = sum(flops for op, flops in counts.items() if "attention" not in op)
     row = SimpleNamespace(plan=SimpleNamespace(piece_length=np.array([seq])), row_targets=np.array([seq], np.int32))
     config = Config()
-    windows = make_windows(config, 1, 1)
-    plan = make_plan(model, config, row, windows, make_schedule(config, windows, Progress()), 0)
+    layout = make_layout(config, 1, 1)
+    plan = make_plan(model, config, row, layout, make_schedule(config, layout, Progress()), 0)
     attention = 12 * 2 * 32 * (seq + 1) / 2
     assert products == seq * (plan.flops_per_token - attention)
 
 
 def test_steps_tokens_and_time_follow_from_rows_and_ranks():
     config = Config(epochs=3, batch_size=2, accumulation_steps=2)
-    windows = make_windows(config, rows=10, world_size=2)
+    layout = make_layout(config, rows=10, world_size=2)
     dataset = SimpleNamespace(plan=two_rows().plan, row_targets=np.full(10, 7, np.int32))
-    plan = make_plan(shape(**SMALL), config, dataset, windows, make_schedule(config, windows, Progress()), done=4)
+    plan = make_plan(shape(**SMALL), config, dataset, layout, make_schedule(config, layout, Progress()), done=4)
     assert (plan.global_batch_size, plan.batch_size, plan.accumulation_steps) == (8, 2, 2)
     assert (plan.steps_per_epoch, plan.total_steps, plan.rows, plan.rows_left) == (2, 6, 10, 26)
     assert (plan.tokens_per_epoch, plan.tokens_per_step) == (70, 56)
     assert plan.tokens_per_parameter == 70 / 235_744
     assert plan.estimated_seconds is None
-    assert plan.measured(windows, seconds_per_row=3.0, peak_bytes=None).estimated_seconds == 3.0 * 26 / 2
+    assert plan.measured(layout, seconds_per_row=3.0, peak_bytes=None).estimated_seconds == 3.0 * 26 / 2
 
 
 def test_a_state_holds_parameters_and_two_moments_and_muon_one_of_its_matrices():
@@ -150,8 +150,8 @@ def test_small_and_large_sizes_are_told_in_mebibytes():
 
 def test_the_lines_tell_size_step_run_disk_and_memory():
     plan = plan_of(shape(**SMALL, use_moe=True), use_moe=1, epochs=3, batch_size=1, accumulation_steps=1)
-    windows = make_windows(Config(batch_size=1, accumulation_steps=1), 2, 1)
-    lines = plan.measured(windows, 2000.0, 3 * 2**30).lines(world_size=1)
+    layout = make_layout(Config(batch_size=1, accumulation_steps=1), 2, 1)
+    lines = plan.measured(layout, 2000.0, 3 * 2**30).lines(world_size=1)
     assert lines == [
         "Model: 0.31 M parameters, 0.24 M active, 1.4 MFLOPs a token",
         "Step: 1 rows = 1 x 1 micro-batches x 1 rank, about 8 tokens",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainer_utils import World, autocast, build_optimizers, losses_of, to_device, update_parameters
 from training.config import Config, UserError
 from training.live_state import capture_rng, restore_rng
-from training.schedule import Windows
+from training.schedule import StepLayout
 
 CPU_POSITIONS = 1024  # a micro-batch of this many is enough to judge a processor's speed
 RANKS_RESERVE_BYTES = 2**30  # of each GPU where several ranks train: NCCL's buffers come with the first step
@@ -32,8 +32,8 @@ class Measured:
 
 
 def rehearse(
-    model: nn.Module, dataset: Any, windows: Windows, config: Config, world: World, dtype: torch.dtype
-) -> tuple[Windows, Measured]:
+    model: nn.Module, dataset: Any, layout: StepLayout, config: Config, world: World, dtype: torch.dtype
+) -> tuple[StepLayout, Measured]:
     """The micro-batches that fit, and what one costs. All ranks must call, with the bare model: neither wrapped nor
     compiled, its saved state not loaded yet.
 
@@ -49,35 +49,35 @@ def rehearse(
     if on_cuda:
         reserve = RANKS_RESERVE_BYTES * (world.size > 1)
         with memory_errors("the model beside NCCL's buffers"), kept_free(reserve, world.device):
-            return fit_batch_size(windows, attempt, world, may_halve=bool(config.auto_batch))
-    rows = min(windows.batch_size, max(1, CPU_POSITIONS // config.max_seq_len))
+            return fit_batch_size(layout, attempt, world, may_halve=bool(config.auto_batch))
+    rows = min(layout.batch_size, max(1, CPU_POSITIONS // config.max_seq_len))
     with memory_errors(f"--max_seq_len {config.max_seq_len}: a micro-batch of {rows}"):
-        return windows, attempt(rows)
+        return layout, attempt(rows)
 
 
 def fit_batch_size(
-    windows: Windows, attempt: Callable[[int], Measured], world: World, may_halve: bool
-) -> tuple[Windows, Measured]:
+    layout: StepLayout, attempt: Callable[[int], Measured], world: World, may_halve: bool
+) -> tuple[StepLayout, Measured]:
     """Halve batch_size until `attempt(batch_size)` no longer raises torch.OutOfMemoryError on any rank; the rows of a
     step stay the same, so accumulation grows. All ranks must call. Raises UserError when that does not help."""
     while True:
         measured, failure = None, ""
         try:
-            measured = attempt(windows.batch_size)
+            measured = attempt(layout.batch_size)
         except torch.OutOfMemoryError as error:
             failure = str(error).split("\n")[0].split(". ")[0]
         if not world.max([bool(failure)])[0]:  # all ranks
             assert measured is not None
-            return windows, measured
+            return layout, measured
         if world.device.type == "cuda":
             gc.collect()  # the failed attempt's tensors have gone with its traceback
             torch.cuda.empty_cache()
-        reason = f"--batch_size {windows.batch_size}: a step does not fit in memory ({failure or 'on another rank'})"
+        reason = f"--batch_size {layout.batch_size}: a step does not fit in memory ({failure or 'on another rank'})"
         if not may_halve:
             raise UserError(f"{reason}; give a smaller one, or let --auto_batch 1 find it")
-        if windows.batch_size == 1:
+        if layout.batch_size == 1:
             raise UserError(f"{reason}; try --activation_checkpointing 1, a shorter --max_seq_len or a smaller model")
-        windows = replace(windows, batch_size=windows.batch_size // 2)
+        layout = replace(layout, batch_size=layout.batch_size // 2)
 
 
 def try_step(

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_utils import is_hidden_matrix
 from training.config import Config
-from training.schedule import Schedule, Windows
+from training.schedule import Schedule, StepLayout
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Plan:
     estimated_seconds: float | None = None  # of what is left
     peak_bytes: int | None = None  # most device memory held by a dry step; on CUDA only
 
-    def measured(self, windows: Windows, seconds_per_row: float, peak_bytes: int | None) -> Plan:
+    def measured(self, layout: StepLayout, seconds_per_row: float, peak_bytes: int | None) -> Plan:
         """With what a dry step found: time, memory, and the micro-batches that fit."""
         return dataclasses.replace(
             self,
-            batch_size=windows.batch_size,
-            accumulation_steps=windows.accumulation_steps,
+            batch_size=layout.batch_size,
+            accumulation_steps=layout.accumulation_steps,
             seconds_per_row=seconds_per_row,
-            estimated_seconds=seconds_per_row * self.rows_left / min(windows.world_size, windows.rows),
+            estimated_seconds=seconds_per_row * self.rows_left / min(layout.world_size, layout.rows),
             peak_bytes=peak_bytes,
         )
 
@@ -69,7 +69,9 @@ class Plan:
         ]
 
 
-def make_plan(model: nn.Module, config: Config, dataset: Any, windows: Windows, schedule: Schedule, done: int) -> Plan:
+def make_plan(
+    model: nn.Module, config: Config, dataset: Any, layout: StepLayout, schedule: Schedule, done: int
+) -> Plan:
     """The plan of a run from its parts; `done` rows are behind it. `model` may be on the meta device."""
     shape: Any = model.config
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -92,13 +94,13 @@ def make_plan(model: nn.Module, config: Config, dataset: Any, windows: Windows, 
         flops_per_token=6 * matmul + attention,
         tokens_per_epoch=tokens,
         tokens_per_parameter=tokens / total,
-        tokens_per_step=tokens / windows.rows * min(windows.global_batch_size, windows.rows),
-        rows=windows.rows,
-        steps_per_epoch=windows.steps_per_epoch,
+        tokens_per_step=tokens / layout.rows * min(layout.global_batch_size, layout.rows),
+        rows=layout.rows,
+        steps_per_epoch=layout.steps_per_epoch,
         total_steps=schedule.total_steps,
-        accumulation_steps=windows.accumulation_steps,
-        global_batch_size=windows.global_batch_size,
-        batch_size=windows.batch_size,
+        accumulation_steps=layout.accumulation_steps,
+        global_batch_size=layout.global_batch_size,
+        batch_size=layout.batch_size,
         rows_left=max(0, schedule.planned_rows - done),
         state_bytes=state,
         weights_bytes=weights,

@@ -22,14 +22,14 @@ from training.config import SAMPLE_FOLDER, Config, resolve_path, resolve_paths, 
 from training.plan import Plan, make_plan
 from training.preflight import Findings, check_model, check_plan, check_run_folder, check_settings, check_torchrun
 from training.resume import check_identity
-from training.schedule import Progress, Schedule, Windows, make_schedule, make_windows
+from training.schedule import Progress, Schedule, StepLayout, make_layout, make_schedule
 from training.start_model import init_model, model_shape
 
 
 @dataclass
 class Prepared:
     """What is known and checked before ranks meet. The dry step may still lower batch_size: it then replaces plan and
-    windows and edits config."""
+    layout and edits config."""
 
     config: Config  # of a resumed run: the saved settings under what was said this time
     tokenizer: TextTokenizer
@@ -38,7 +38,7 @@ class Prepared:
     checkpoint: Checkpoint | None
     identity: dict[str, Any]
     progress: Progress
-    windows: Windows
+    layout: StepLayout
     schedule: Schedule
     plan: Plan
     model: nn.Module  # on the host, drawn under the seed: the same on every rank
@@ -79,12 +79,12 @@ def prepare(config: Config) -> Prepared:
         check_identity(config, checkpoint.state, identity)
         progress = saved_progress(config, checkpoint, identity)
     saved_batch = checkpoint.state["global_batch_size"] if checkpoint else 0
-    windows = make_windows(config, len(dataset), world_size, saved_batch)
-    schedule = make_schedule(config, windows, progress)
-    plan = make_plan(model, config, dataset, windows, schedule, progress.rows_seen)
+    layout = make_layout(config, len(dataset), world_size, saved_batch)
+    schedule = make_schedule(config, layout, progress)
+    plan = make_plan(model, config, dataset, layout, schedule, progress.rows_seen)
     refuse(check_plan(config, plan, world_size, progress.step))
     return Prepared(
-        config, tokenizer, dataset, validation, checkpoint, identity, progress, windows, schedule, plan, model
+        config, tokenizer, dataset, validation, checkpoint, identity, progress, layout, schedule, plan, model
     )
 
 

@@ -51,9 +51,9 @@ def log_is_due(run: Run) -> bool:
 def log_step(run: Run, epoch: int, losses: Tensor, lr: float, grad_norm: Tensor) -> None:
     """The log line, metrics.jsonl, tracker and progress bar of the step just finished. All ranks must call."""
     look_at_updates(run)
-    progress, windows, schedule = run.state.progress, run.state.windows, run.state.schedule
+    progress, layout, schedule = run.state.progress, run.state.layout, run.state.schedule
     loss, logits_loss, aux_loss = run.world.sum(losses.tolist())  # all ranks
-    steps_left = windows.steps_left_in_epoch(progress.rows_seen) if progress.rows_seen % windows.rows else 0
+    steps_left = layout.steps_left_in_epoch(progress.rows_seen) if progress.rows_seen % layout.rows else 0
     tokens_per_second, seconds_per_step = run.throughput.read()
     entry = StepMetrics(
         step=progress.step,
@@ -68,9 +68,9 @@ def log_step(run: Run, epoch: int, losses: Tensor, lr: float, grad_norm: Tensor)
         tokens_per_second=tokens_per_second,
         elapsed_seconds=progress.elapsed_seconds,
         skipped_steps=progress.skipped_steps,
-        epochs=-(-schedule.planned_rows // windows.rows),
-        epoch_step=windows.steps_per_epoch - steps_left,
-        epoch_steps=windows.steps_per_epoch,
+        epochs=-(-schedule.planned_rows // layout.rows),
+        epoch_step=layout.steps_per_epoch - steps_left,
+        epoch_steps=layout.steps_per_epoch,
         epoch_minutes_left=steps_left * seconds_per_step / 60,
         peak_memory_gib=peak_memory_gib(run.world.device),
     )
@@ -114,7 +114,7 @@ def evaluate_run(run: Run) -> Evaluation:
     """The validation set's figures with the model as it is. All ranks must call."""
     precision = autocast(run.world.device, run.dtype)
     assert run.validation is not None, "evaluation was asked for without validation texts"
-    return evaluate(unwrap(run.model), run.validation, run.state.windows.batch_size, run.world, precision, run.stop)
+    return evaluate(unwrap(run.model), run.validation, run.state.layout.batch_size, run.world, precision, run.stop)
 
 
 def report_on_sample(run: Run) -> None:

@@ -21,7 +21,7 @@ from training.live_state import (
     restore_rng,
 )
 from training.metrics import DivergenceWatch
-from training.schedule import Progress, Schedule, Windows
+from training.schedule import Progress, Schedule, StepLayout
 
 
 def check_identity(config: Config, state: dict[str, Any], identity: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class TrainingState:
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler
     progress: Progress
-    windows: Windows
+    layout: StepLayout
     schedule: Schedule
     watch: DivergenceWatch
     identity: dict[str, Any]  # what makes it this run and no other: data, tokenizer, rows
@@ -79,8 +79,8 @@ class TrainingState:
         return {
             "progress": dataclasses.asdict(self.progress),
             "config": config.values(),
-            "global_batch_size": self.windows.global_batch_size,
-            "batch_size": self.windows.batch_size,
+            "global_batch_size": self.layout.global_batch_size,
+            "batch_size": self.layout.batch_size,
             "next_lr": self.schedule.lr(self.progress.rows_seen),
             "scaler": self.scaler.state_dict(),
             "watch": self.watch.state(),
@@ -121,36 +121,36 @@ def circumstances(state: dict[str, Any]) -> dict[str, Any]:
 def describe_changes(config: Config, saved: dict[str, Any], state: TrainingState) -> list[str]:
     """Lines saying what a resume changes and what that does to steps, learning rate and exactness. `saved` is the
     save's state.json, `state` what this start goes on with."""
-    windows, schedule = state.windows, state.schedule
+    layout, schedule = state.layout, state.schedule
     lines = [
         f"  {name}: {old} -> {new}"
         for name, old, new, kind in changed_settings(config, saved["config"])
         if kind == SHOWN and name != "global_batch_size"
     ]
-    before, after = saved["global_batch_size"], windows.global_batch_size
-    old = Windows(windows.rows, before, saved["batch_size"], saved["choices"]["world_size"])
+    before, after = saved["global_batch_size"], layout.global_batch_size
+    old = StepLayout(layout.rows, before, saved["batch_size"], saved["choices"]["world_size"])
     if after != before:
         lines.append(
             f"  global batch: {before} -> {after} rows; steps an epoch {old.steps_per_epoch} -> "
-            f"{windows.steps_per_epoch}; training goes on by rows seen"
+            f"{layout.steps_per_epoch}; training goes on by rows seen"
         )
     if lines or config.resume_reset == "schedule":
         lr = schedule.lr(state.progress.rows_seen)
         lines.append(
             f"  learning rate at the join: {saved['next_lr']:.8f} -> {lr:.8f}; last step {schedule.total_steps}"
         )
-    if after == before and windows.accumulation_steps != old.accumulation_steps:
-        steps = f"{old.accumulation_steps} -> {windows.accumulation_steps}"
+    if after == before and layout.accumulation_steps != old.accumulation_steps:
+        steps = f"{old.accumulation_steps} -> {layout.accumulation_steps}"
         lines.append(f"  accumulation_steps: {steps}, so that a step stays {after} rows")
-    elif "accumulation_steps" in config.flags and config.accumulation_steps != windows.accumulation_steps:
+    elif "accumulation_steps" in config.flags and config.accumulation_steps != layout.accumulation_steps:
         lines.append(
-            f"  accumulation_steps: stays {windows.accumulation_steps}, not {config.accumulation_steps}: a step stays "
+            f"  accumulation_steps: stays {layout.accumulation_steps}, not {config.accumulation_steps}: a step stays "
             f"{after} rows; --global_batch_size changes that"
         )
     if saved["identity"]["validation_fingerprint"] != state.identity["validation_fingerprint"]:
         lines.append("  validation texts: others than before; the best score starts anew")
     was, now = circumstances(saved), circumstances({"choices": state.choices, "environment": state.environment})
-    was["rows in a micro-batch"], now["rows in a micro-batch"] = saved["batch_size"], windows.batch_size
+    was["rows in a micro-batch"], now["rows in a micro-batch"] = saved["batch_size"], layout.batch_size
     others = [f"{name} {was.get(name)} -> {now[name]}" for name in now if was.get(name) != now[name]]
     if others:
         dropout = "; dropout draws otherwise" if config.dropout and was["world_size"] != now["world_size"] else ""

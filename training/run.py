@@ -57,7 +57,7 @@ class Run:
     @property
     def ends_epoch(self) -> bool:
         """True when the step just finished was the last of an epoch."""
-        return self.state.progress.rows_seen % self.state.windows.rows == 0
+        return self.state.progress.rows_seen % self.state.layout.rows == 0
 
     @property
     def last_step(self) -> int:
@@ -123,7 +123,7 @@ def fresh_state(prepared: Prepared, model: nn.Module, choices: dict[str, Any], w
         optimizers=build_optimizers(model, config, world.device),
         scaler=torch.amp.GradScaler(world.device.type, enabled=choices["dtype"] == "float16"),
         progress=prepared.progress,
-        windows=prepared.windows,
+        layout=prepared.layout,
         schedule=prepared.schedule,
         watch=DivergenceWatch(),
         identity=prepared.identity,
@@ -136,20 +136,20 @@ def fresh_state(prepared: Prepared, model: nn.Module, choices: dict[str, Any], w
 def rehearse_step(prepared: Prepared, model: nn.Module, world: World, dtype: torch.dtype) -> list[str]:
     """Complete the plan by a dry step; on CUDA also find the batch_size that fits. All ranks must call. Returns what
     was changed, in words."""
-    config, windows = prepared.config, prepared.windows
+    config, layout = prepared.config, prepared.layout
     if config.eval_only or prepared.progress.step >= prepared.schedule.total_steps:
         return []
-    fitting, found = rehearse(model, prepared.dataset, windows, config, world, dtype)  # all ranks
+    fitting, found = rehearse(model, prepared.dataset, layout, config, world, dtype)  # all ranks
     prepared.plan = prepared.plan.measured(fitting, found.seconds_per_row, found.peak_bytes)
-    if fitting == windows:
+    if fitting == layout:
         return []
-    prepared.windows = fitting
+    prepared.layout = fitting
     # A resume and the saved config.yaml are to find the same micro-batches and the same step.
     config.batch_size, config.accumulation_steps = fitting.batch_size, fitting.accumulation_steps
     config.global_batch_size = fitting.global_batch_size
     return [
-        f"batch_size: {windows.batch_size} rows do not fit in memory, {fitting.batch_size} do; accumulation_steps: "
-        f"{windows.accumulation_steps} -> {fitting.accumulation_steps}; a step stays {fitting.global_batch_size} rows"
+        f"batch_size: {layout.batch_size} rows do not fit in memory, {fitting.batch_size} do; accumulation_steps: "
+        f"{layout.accumulation_steps} -> {fitting.accumulation_steps}; a step stays {fitting.global_batch_size} rows"
     ]
 
 
@@ -182,7 +182,7 @@ def differences_between_ranks(prepared: Prepared, world: World) -> list[str]:
     mine = {
         **prepared.identity,
         "save to go on from": prepared.checkpoint and prepared.checkpoint.manifest["manifest_sha256"],
-        "rows in a step": prepared.windows.global_batch_size,
+        "rows in a step": prepared.layout.global_batch_size,
         "steps": prepared.schedule.total_steps,
     }
     first = world.broadcast(mine)

@@ -73,7 +73,7 @@ def note_start(prepared: Prepared, state: TrainingState) -> Receipt:
     """Write config.yaml, the settings as resolved, and run.json."""
     config, checkpoint = prepared.config, prepared.checkpoint
     repeatable = {name: value for name, value in config.values().items() if name not in ONE_START_ONLY}
-    repeatable["global_batch_size"] = prepared.windows.global_batch_size  # the same steps with any number of ranks
+    repeatable["global_batch_size"] = prepared.layout.global_batch_size  # the same steps with any number of ranks
     write_file_atomic(
         config.run_folder / "config.yaml", yaml.safe_dump(repeatable, sort_keys=False, allow_unicode=True)
     )

@@ -27,7 +27,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Windows:
+class StepLayout:
     """How an epoch of `rows` is cut into steps of `global_batch_size` rows; its last step may be shorter."""
 
     rows: int
@@ -82,27 +82,27 @@ class Schedule:
         )
 
 
-def make_windows(config: Config, rows: int, world_size: int, saved_global_batch: int = 0) -> Windows:
+def make_layout(config: Config, rows: int, world_size: int, saved_global_batch: int = 0) -> StepLayout:
     """The saved global batch wins over all but an explicit `--global_batch_size`; accumulation follows from it."""
     explicit = config.global_batch_size if "global_batch_size" in config.given or not saved_global_batch else 0
     product = config.batch_size * config.accumulation_steps * world_size
     global_batch = explicit or saved_global_batch or product
     # A micro-batch never needs more rows than a rank's share of the step: the rest would be padding.
     batch_size = min(config.batch_size, -(-min(global_batch, rows) // world_size))
-    return Windows(rows, global_batch, batch_size, world_size)
+    return StepLayout(rows, global_batch, batch_size, world_size)
 
 
-def make_schedule(config: Config, windows: Windows, progress: Progress) -> Schedule:
+def make_schedule(config: Config, layout: StepLayout, progress: Progress) -> Schedule:
     """The end of the run seen from `progress`: `max_steps` in all, or `epochs` whole epochs."""
     if config.max_steps > 0:
         total_steps = config.max_steps
-        planned = windows.rows_after(progress.rows_seen, max(0, total_steps - progress.step))
+        planned = layout.rows_after(progress.rows_seen, max(0, total_steps - progress.step))
     else:
-        planned = config.epochs * windows.rows
+        planned = config.epochs * layout.rows
         left = 0
         if progress.rows_seen < planned:
-            whole_epochs = config.epochs - 1 - windows.epoch(progress.rows_seen)
-            left = windows.steps_left_in_epoch(progress.rows_seen) + whole_epochs * windows.steps_per_epoch
+            whole_epochs = config.epochs - 1 - layout.epoch(progress.rows_seen)
+            left = layout.steps_left_in_epoch(progress.rows_seen) + whole_epochs * layout.steps_per_epoch
         total_steps = progress.step + left
-    warmup_rows = config.warmup_steps * windows.global_batch_size
+    warmup_rows = config.warmup_steps * layout.global_batch_size
     return Schedule(total_steps, planned, warmup_rows, progress.schedule_start, config)
