@@ -8,7 +8,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 .PHONY: train test test-slow lint format setup setup-dev bench clean
 
 train: setup ## train a small model on the bundled sample and show its text
-	$(BIN)/python train_pretrain.py --config configs/quickstart.yaml
+	$(BIN)/python train_pretrain.py --config configs/quickstart.yaml --overwrite 1
 
 test: setup-dev ## the test suite, under ten minutes on two cores
 	$(TEST_ENV) $(BIN)/python -m pytest

@@ -59,7 +59,7 @@ from training.reporting import (
     sample_texts,
 )
 from training.run import Run, begin_run
-from training.start_page import resume_command, shown
+from training.start_page import program, resume_command, shown
 from training.stopping import StopRequested, StopSignal, ignore_stop_signals
 
 # --- the order of events ---
@@ -282,7 +282,7 @@ def finish(run: Run) -> int:
     run.console.print(f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {weights}")
     longer = f" --{'max_steps' if config.max_steps else 'epochs'} N" if whole and config.save_state else ""
     run.console.print(f"To go on:    {resume_command(config)}{longer}")
-    generate = ["python", shown(ROOT / "scripts" / "generate.py"), "--load", shown(config.run_folder)]
+    generate = [program("python"), shown(ROOT / "scripts" / "generate.py"), "--load", shown(config.run_folder)]
     run.console.print(f"To generate: {shlex.join(generate)}")
     run.tracker.finish()
     leave_group(run.world)  # all ranks

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dataset.text_reader import find_files
 from runs import ROOT
 from training.config import (
     NOT_CARRIED_OVER,
@@ -243,6 +244,15 @@ def test_a_list_of_paths_is_split_at_commas_unless_a_name_holds_one(tmp_path, mo
     assert resolve_paths("a.jsonl, b.jsonl,") == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
     Path("a.jsonl, b.jsonl").touch()
     assert resolve_paths("a.jsonl, b.jsonl") == [f"{tmp_path}/a.jsonl, b.jsonl"]
+
+
+def test_a_glob_starts_at_a_current_folder_with_brackets_in_its_name(tmp_path, monkeypatch):
+    (tmp_path / "k[1]").mkdir()
+    monkeypatch.chdir(tmp_path / "k[1]")
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).write_text('{"text": "x"}\n')
+    assert [file.path.name for file in find_files(resolve_paths("*.jsonl"))] == ["a.jsonl", "b.jsonl"]
+    assert resolve_paths("a.jsonl, b.jsonl") == [f"{tmp_path}/k[1]/a.jsonl", f"{tmp_path}/k[1]/b.jsonl"]
 
 
 def test_an_empty_path_is_not_the_current_folder():

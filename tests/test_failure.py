@@ -230,8 +230,8 @@ def test_weights_that_would_run_code_and_weights_of_another_architecture_are_ref
 # --- disks ---
 
 
-def full_disk_during(monkeypatch, broken: range) -> None:
-    """Saves (counted from 1) in `broken` find the disk full."""
+def full_disk_during(monkeypatch, broken: range, part: str = "model.safetensors") -> None:
+    """Saves (counted from 1 when their state is begun) in `broken` find the disk full for files named so."""
     count = 0
     write_checkpoint, write = files_of_saver().write_checkpoint, files.HashedFile.write
 
@@ -241,7 +241,7 @@ def full_disk_during(monkeypatch, broken: range) -> None:
         return write_checkpoint(*arguments)
 
     def full(self, data):
-        if count in broken and "model.safetensors" in self.file.name:
+        if count in broken and part in self.file.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, data)
 
@@ -300,18 +300,21 @@ def best_of(words: list[str]) -> tuple[float, int, float, int]:
 
 
 @pytest.mark.parametrize(
-    ("broken", "losses", "expected"),
+    ("broken", "part", "losses", "expected"),
     [
-        (5, [9.0, 8.5, 8.0, 8.7, 8.8], (8.0, 9)),  # saves at 2, 3, 4, 6, 8: the next one, of step 9, is a best one
-        (9, [9.0, 8.5, 8.2, 8.1, 8.0], (8.0, 13)),  # the last one, of step 13, which is a best one itself
+        # Saves at 2, 3, 4, 6, 8, 9, 10, 12, 13; evaluations at 3, 6, 9, 12, 13.
+        (5, "model.safetensors", [9.0, 8.5, 8.0, 8.7, 8.8], (8.0, 9)),  # of step 8; the next one is a best one
+        (9, "model.safetensors", [9.0, 8.5, 8.2, 8.1, 8.0], (8.0, 13)),  # of step 13, a best one itself
+        (4, "model.safetensors", [9.0, 8.0, 8.5, 8.7, 8.8], (8.0, 6)),  # of step 6, whose best weights were written
+        (3, "_best.pth", [9.0, 8.0, 8.5, 8.7, 8.8], (8.5, 9)),  # of step 6, whose best weights were not
     ],
 )
 def test_a_save_that_fails_does_not_cost_the_best_one_its_figures(
-    words, tmp_path, monkeypatch, broken, losses, expected
+    words, tmp_path, monkeypatch, broken, part, losses, expected
 ):
     coming = iter(losses)
     monkeypatch.setattr(reporting, "evaluate_run", lambda run: Evaluation(next(coming), 1.0, 1.0))
-    full_disk_during(monkeypatch, range(broken, broken + 1))
+    full_disk_during(monkeypatch, range(broken, broken + 1), part)
     train(words, "--val_path", write_corpus(tmp_path / "v.jsonl", documents=3), "--eval_interval", 3)
     assert best_of(words) == (*expected, *expected)
 

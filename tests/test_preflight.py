@@ -164,7 +164,7 @@ def test_what_a_run_holds_already_is_not_asked_for_again(arguments, monkeypatch)
 def test_the_printed_command_resumes_a_run_whose_shape_does_not_go_with_the_default_heads(arguments, capsys):
     words = replaced(arguments, hidden_size=36, num_attention_heads=3)
     train(words, "--stop_after", 4)
-    printed = re.search(r"To go on: +python train_pretrain.py (.*)", capsys.readouterr().out)
+    printed = re.search(r"To go on: +\S*python train_pretrain.py (.*)", capsys.readouterr().out)
     assert printed
     train(shlex.split(printed[1]))
     assert final_state(words)["progress"]["step"] == 13

@@ -34,6 +34,7 @@ from runs import (
 )
 from trainer_utils import World
 from training.checkpoint import find_checkpoints
+from training.start_page import program
 from training.stopping import StopRequested, StopSignal
 
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
@@ -80,7 +81,10 @@ def test_inside_a_window_the_last_finished_step_is_saved_and_the_resume_is_bit_e
     hook = at_call("train_pretrain.autocast", micro_batch(7, 1), name)
     finish(launch(words, hooks=[hook], log=tmp_path / "log"), expect=CODES[name])
     assert (saved_step(words), status_of(words)) == (6, "stopped")
-    assert "Stopped at step 6. To go on: python train_pretrain.py --save_dir" in (tmp_path / "log").read_text()
+    assert (
+        f"Stopped at step 6. To go on: {program('python')} train_pretrain.py --save_dir"
+        in (tmp_path / "log").read_text()
+    )
     assert_resume_is_bit_equal(words, whole)
 
 

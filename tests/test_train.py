@@ -108,6 +108,7 @@ def test_a_second_run_of_the_same_name_is_refused_unless_overwrite(arguments, ca
     assert "holds a run already" in capsys.readouterr().err
     assert same_bits(before, final_weights(arguments))
     train(arguments, "--learning_rate", 0.1, "--overwrite", 1)
+    assert f"Replacing the run in {run_folder(arguments)}" in capsys.readouterr().out
     assert not same_bits(before, final_weights(arguments))
 
 

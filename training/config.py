@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import glob
 import math
 import os
 import re
@@ -183,7 +184,15 @@ def resolve_paths(text: str) -> list[str]:
     """The paths in a comma-separated list, resolved; a name that holds a comma is taken whole where it exists."""
     if os.path.exists(whole := resolve_path(text)):
         return [str(whole)]
-    return [str(resolve_path(piece.strip())) for piece in text.split(",") if piece.strip()]
+    return [resolve_pattern(piece.strip()) for piece in text.split(",") if piece.strip()]
+
+
+def resolve_pattern(text: str) -> str:
+    """`resolve_path` of what may be a glob: brackets in the current folder's own name are not part of the pattern."""
+    path, here = resolve_path(text), Path.cwd()
+    if os.path.lexists(path) or not path.is_relative_to(here):
+        return str(path)
+    return os.path.join(glob.escape(str(here)), path.relative_to(here))
 
 
 def is_default_path(text: str | Path) -> bool:

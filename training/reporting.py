@@ -104,6 +104,8 @@ def evaluate_and_log(run: Run) -> bool:
         figures = asdict(result)
         run.saver.files.metrics.write({"step": progress.step, **figures})
         run.tracker.log(figures, progress.step)
+    with run.stop.saving():
+        run.saver.settle()  # all ranks: the best score to beat is one that was saved
     if not result.val_loss < (math.inf if progress.best_val_loss is None else progress.best_val_loss):  # NaN: no
         return False
     progress.best_val_loss, progress.best_step = result.val_loss, progress.step

@@ -47,6 +47,8 @@ def open_run_folder(prepared: Prepared, state: TrainingState) -> RunFiles:
         for path, problem in zip(checkpoint.set_damaged_aside(), checkpoint.damaged, strict=True):
             print(f"Warning: {problem}; set aside as {path.name}", file=sys.stderr)
     else:
+        if config.overwrite and (config.run_folder / f"{config.run_name}.pth").exists():
+            print(f"Replacing the run in {config.run_folder} (--overwrite 1)", flush=True)
         clear_run(config.run_folder, config.run_name)
     metrics = MetricsFile(config.run_folder / "metrics.jsonl")
     metrics.truncate_after(prepared.progress.step)

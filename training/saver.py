@@ -125,34 +125,41 @@ class Saver:
     def interval_is_due(self, step: int) -> bool:
         return self.config.save_interval > 0 and step % self.config.save_interval == 0
 
+    def settle(self) -> None:
+        """Know how the save before ended. All ranks must call. If it failed, warns, and all ranks go back to the best
+        score whose weights are on the disk. Raises NonFinite if it found NaN or infinity."""
+        progress = self.state.progress
+        if self.world.is_main:
+            try:
+                self.writer.wait()
+            except SaveFailed as error:
+                print(f"Warning: {error}. The next save tries again.", file=sys.stderr, flush=True)
+                progress.best_val_loss, progress.best_step = self._best_on_disk
+        best = self.world.broadcast((progress.best_val_loss, progress.best_step))  # all ranks
+        progress.best_val_loss, progress.best_step = best
+
     def save(self, best: bool = False) -> None:
         """Save the last finished step. All ranks must call. Pays for a snapshot to host memory; the rest happens in the
-        background. If the save before failed, warns: this one is the retry. Raises NonFinite if that one found NaN or
-        infinity."""
+        background. `best`: this step's evaluation is the best so far."""
+        self.settle()  # all ranks
         states = self.world.gather(self.state.rng)  # all ranks
-        progress, step = self.state.progress, self.state.progress.step
+        step = self.state.progress.step
         self._last_time = time.monotonic()
         if self.world.is_main:
-            figures = progress.best_val_loss, progress.best_step
-            self._warn_of_failure()
-            if best:
-                progress.best_val_loss, progress.best_step = figures
             tensors = self.writer.snapshot(self.state.tensors(states))
             facts = self.state.facts(self.config)
             self.writer.submit(lambda: self._write(step, tensors, facts, best))
-        # all ranks: the best score decides about later saves, and none may ask rank 0 for an answer too early
-        progress.best_val_loss, progress.best_step = self.world.broadcast((progress.best_val_loss, progress.best_step))
+        self.world.broadcast(None)  # all ranks: one that went on would ask rank 0 for an answer it cannot give yet
 
     def finish(self) -> None:
         """Have the last finished step on the disk. All ranks must call. Raises SaveFailed, on all, when the last try
         fails: a run must not end well without its weights."""
         progress, problem = self.state.progress, None
-        best, figures = progress.best_step == progress.step, (progress.best_val_loss, progress.best_step)
-        if self.world.is_main:
-            self._warn_of_failure()
+        best, score = progress.best_step == progress.step, progress.best_val_loss
+        self.settle()  # all ranks
         if self.world.broadcast(self.last_good_step) < progress.step:  # all ranks
-            if best:  # the failed save was to hold it
-                progress.best_val_loss, progress.best_step = figures
+            if best:  # the save that failed was to hold it
+                progress.best_val_loss, progress.best_step = score, progress.step
             self.save(best)  # all ranks
         try:
             self.writer.wait()
@@ -160,14 +167,6 @@ class Saver:
             problem = str(error)
         if problem := self.world.broadcast(problem):  # all ranks
             raise SaveFailed(problem)
-
-    def _warn_of_failure(self) -> None:
-        """If the save before failed, say so and go back to the best score on the disk."""
-        try:
-            self.writer.wait()
-        except SaveFailed as error:
-            print(f"Warning: {error}. The next save tries again.", file=sys.stderr, flush=True)
-            self.state.progress.best_val_loss, self.state.progress.best_step = self._best_on_disk
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any], best: bool) -> None:
         """In the writer's thread, main process only. The resume state comes last: a kill before it leaves weights
@@ -182,11 +181,12 @@ class Saver:
         digest, folder = write_weights(self.folder / f"{name}.pth", weights, card), ""
         if best:
             write_weights(self.folder / f"{name}_best.pth", weights, card)
+            self._best_on_disk = progress["best_val_loss"], step
         if self.config.save_state:
             saved = write_checkpoint(self.config.resume_folder, step, tensors, facts)
             digest, folder = weights_digest(saved), str(saved.relative_to(self.folder))
             prune(self.config.resume_folder, self.config.keep_checkpoints, {step, progress["best_step"]})
-        self.last_good_step, self._best_on_disk = step, (progress["best_val_loss"], progress["best_step"])
+        self.last_good_step = step
         self.files.receipt.add_save(step, digest, folder)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from dataset.lm_dataset import PretrainDataset
@@ -57,10 +59,16 @@ def shown(path: Path) -> str:
         return str(path)
 
 
+def program(name: str) -> str:
+    """`python` or `torchrun` as one types it from here: with its path where the shell would find another one."""
+    ours = Path(sys.executable).with_name(name)
+    return shown(ours) if ours.exists() and shutil.which(name) != str(ours) else name
+
+
 def resume_command(config: Config) -> str:
     """The command line that goes on with this run from the current folder: the same launcher, ranks and run."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE") if is_torchrun_worker() else None
-    words = ["torchrun", "--nproc_per_node", ranks] if ranks else ["python"]
+    words = [program("torchrun"), "--nproc_per_node", ranks] if ranks else [program("python")]
     words.append(shown(ROOT / "train_pretrain.py"))
     for name in ("config", "save_dir", "save_weight", "hidden_size", "use_moe"):
         value = getattr(config, name)
