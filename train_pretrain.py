@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from training.config import ROOT, Config, UserError, check_command_line, load_config, report
+from dataset.errors import UserError
+from training.config import ROOT, Config, check_command_line, load_config, report
 
 if __name__ == "__main__":
     check_command_line()  # answers --help and misspelt options before torch is imported, which takes seconds

@@ -72,11 +72,6 @@ class World:
         return box[0]
 
 
-def is_main_process() -> bool:
-    """True on rank 0, and where nothing is distributed."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
 class RankOfEnvironment(NamedTuple):
     rank: int = 0
     local_rank: int = 0

@@ -90,7 +90,7 @@ def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, dict]
     """Write each array raw as <name>.bin; returns what `read_metadata` compares with later."""
     entries = {}
     for name, array in arrays.items():
-        with HashedFile(folder / f"{name}.bin") as file:
+        with contextlib.closing(HashedFile(folder / f"{name}.bin")) as file:  # `new_folder` flushes it
             file.write(array)
         entries[f"{name}.bin"] = file.entry
     return entries

@@ -228,8 +228,8 @@ def _build(folder: Path, request: _Request, say: Callable[[str], None], progress
 def _progress_bar(total: int, progress: bool) -> Any:
     from tqdm import tqdm
 
-    silent = not (progress and sys.stderr.isatty())
-    return tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, disable=silent, mininterval=0.5, leave=False)
+    hidden = not (progress and sys.stderr.isatty())
+    return tqdm(total=total, desc="tokenising", unit="B", unit_scale=True, disable=hidden, mininterval=0.5, leave=False)
 
 
 def _no_document(request: _Request, ledger: dict) -> str:

@@ -63,7 +63,8 @@ def load_model(load: str, tokenizer_path: str | None = None) -> tuple[Any, TextT
 
     Raises UserError, CheckpointError or DataError where something is missing, damaged or does not belong together.
     """
-    from training.config import UserError, resolve_path
+    from dataset.errors import UserError
+    from training.config import resolve_path
 
     path = resolve_path(load)
     weights_file = path / f"{path.name}.pth" if path.is_dir() else path
@@ -83,8 +84,9 @@ def load_model(load: str, tokenizer_path: str | None = None) -> tuple[Any, TextT
 
 
 def _load_weights_file(path: Path, tokenizer_path: str | None) -> tuple[Any, TextTokenizer]:
+    from dataset.errors import UserError
     from dataset.text_tokenizer import TextTokenizer
-    from training.config import UserError, resolve_path
+    from training.config import resolve_path
     from training.weights import read_weights
 
     weights, card = read_weights(path)
@@ -107,9 +109,9 @@ def _build(path: Path, weights: dict[str, Any], card: dict[str, Any] | None) -> 
     """The model these weights belong to: by their card, else by their shapes."""
     import torch
 
+    from dataset.errors import UserError
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
     from model.shapes import config_from_weights
-    from training.config import UserError
 
     try:
         config = MiniMindConfig(**card["config"]) if card else config_from_weights(weights)
@@ -130,9 +132,10 @@ def _build(path: Path, weights: dict[str, Any], card: dict[str, Any] | None) -> 
 
 
 def _load_hugging_face(folder: Path, tokenizer_path: str | None) -> tuple[Any, TextTokenizer]:
+    from dataset.errors import UserError
     from dataset.text_tokenizer import TextTokenizer
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-    from training.config import UserError, resolve_path
+    from training.config import resolve_path
 
     tokenizer = TextTokenizer.load(resolve_path(tokenizer_path) if tokenizer_path else folder)
     try:
@@ -164,9 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     import torch
 
+    from dataset.errors import UserError
     from model.sampling import sample_text
     from trainer_utils import choose_device, choose_dtype
-    from training.config import UserError
 
     try:
         device = choose_device(arguments.device)

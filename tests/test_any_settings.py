@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_pretrain
-from training.config import OPTIONS, Config, UserError, load_config
+from dataset.errors import UserError
+from training.config import OPTIONS, Config, load_config
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))  # times the usual number
 ANY = settings(

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from dataset.errors import UserError
 from dataset.lm_dataset import MISSING_ROW
 from model.attention import document_boundaries
 from runs import command, environment, final_state, finish, largest_difference, launch, logged, replaced, train
@@ -26,7 +27,7 @@ from training.compiling import (
     compiler_problem,
     uncompiled,
 )
-from training.config import UserError, load_config
+from training.config import load_config
 from training.prepare import prepare
 
 CPU = World(torch.device("cpu"))

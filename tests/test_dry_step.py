@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dataset.errors import UserError
 from dataset.lm_dataset import PretrainDataset
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open
@@ -15,7 +16,7 @@ from runs import final_state, final_weights, logged, replaced, run_folder, same_
 from trainer_utils import World
 from training import dry_step
 from training import run as run_module
-from training.config import Config, UserError
+from training.config import Config
 from training.dry_step import Measured, fit_batch_size, kept_free, memory_errors, rehearse, try_step
 from training.live_state import capture_rng
 from training.schedule import StepLayout

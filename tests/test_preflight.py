@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataset.errors import DataError
+from dataset.errors import DataError, UserError
 from runs import final_state, final_weights, launch, replaced, run_folder, same_bits, train
 from trainer_utils import environment_rank
 from training import preflight
-from training.config import Config, UserError
+from training.config import Config
 from training.files import CheckpointError
 from training.preflight import (
     Findings,

@@ -113,9 +113,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def weights_digest(folder: Path) -> str:
+def weights_digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 (hex) of the float32 parameters of a save: equal for two runs whose parameters are bit-equal."""
-    return read_manifest(folder)["files"]["model.safetensors"]["sha256"]
+    return manifest["files"]["model.safetensors"]["sha256"]
 
 
 def verify_checkpoint(folder: Path) -> list[str]:
@@ -173,11 +173,6 @@ class Checkpoint:
     manifest: dict[str, Any]
     damaged: list[str] = field(default_factory=list)
     damaged_folders: list[Path] = field(default_factory=list)
-
-    @property
-    def weights_digest(self) -> str:
-        """SHA-256 (hex) of the float32 parameters: equal for two saves whose parameters are bit-equal."""
-        return self.manifest["files"]["model.safetensors"]["sha256"]
 
     def load(self, name: str) -> dict[str, Tensor]:
         """The tensors of `<name>.safetensors`, on the host. Raises CheckpointError."""

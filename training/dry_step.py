@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dataset.errors import UserError
 from trainer_utils import World, autocast, build_optimizers, losses_of, to_device, update_parameters
-from training.config import Config, UserError
+from training.config import Config
 from training.live_state import capture_rng, restore_rng
 from training.schedule import StepLayout
 

@@ -101,10 +101,8 @@ def restore_optimizer(optimizers: list[Optimizer], model: nn.Module, tensors: Ma
 
     `Optimizer.load_state_dict` would overwrite those and takes wrong shapes without a word; here a missing or
     unexpected key, a wrong shape or type raises CheckpointError naming it, before anything is changed.
-    No tensors at all is the state before the first step.
+    No tensors of an optimizer is its state before its first update.
     """
-    if not tensors:
-        return
     names = {parameter: name for name, parameter in named_parameters(model).items()}
     saved: dict[str, dict[str, Tensor]] = {}
     for path, value in tensors.items():
@@ -113,7 +111,6 @@ def restore_optimizer(optimizers: list[Optimizer], model: nn.Module, tensors: Ma
     problems: list[str] = []
     plan: list[tuple[Optimizer, nn.Parameter, dict[str, Tensor]]] = []
     for optimizer in optimizers:
-        # An optimizer all of whose updates were skipped has no state yet.
         began = any(names[p] in saved for group in optimizer.param_groups for p in group["params"])
         wanted = STATE_KEYS[type(optimizer)] if began else set()
         for group in optimizer.param_groups:

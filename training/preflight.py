@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from dataset.errors import UserError
 from dataset.text_reader import find_files
 from trainer_utils import choose_device, environment_rank
-from training.config import Config, UserError, resolve_path, resolve_paths
+from training.config import Config, resolve_path, resolve_paths
 from training.plan import Plan, model_bytes
 from training.start_model import find_weights
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dataset.errors import UserError
 from training.checkpoint import Checkpoint
-from training.config import FIXED, SHOWN, Config, UserError, changed_settings
+from training.config import FIXED, SHOWN, Config, changed_settings
 from training.live_state import (
     capture_rng,
     flatten_optimizer,

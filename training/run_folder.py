@@ -14,7 +14,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from dataset.errors import UserError
-from training.checkpoint import clean_leftovers
+from training.checkpoint import clean_leftovers, weights_digest
 from training.config import ONE_START_ONLY, Config
 from training.files import write_file_atomic
 from training.metrics import MetricsFile
@@ -94,7 +94,7 @@ def note_start(prepared: Prepared, state: TrainingState) -> Receipt:
     settings = repeatable | {"resume_reset": config.resume_reset}
     receipt.add_start(prepared.progress.step, config=settings, choices=state.choices, environment=state.environment)
     if checkpoint:  # a kill may have come between the save and its note
-        receipt.add_save(checkpoint.step, checkpoint.weights_digest, f"resume/step_{checkpoint.step:08d}")
+        receipt.add_save(checkpoint.step, weights_digest(checkpoint.manifest), f"resume/step_{checkpoint.step:08d}")
     return receipt
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer_utils import World
-from training.checkpoint import prune, weights_digest, write_checkpoint
+from training.checkpoint import prune, read_manifest, weights_digest, write_checkpoint
 from training.config import Config
 from training.files import NonFinite, SaveFailed, all_finite
 from training.metrics import MetricsFile
@@ -184,7 +184,7 @@ class Saver:
             self._best_on_disk = progress["best_val_loss"], step
         if self.config.save_state:
             saved = write_checkpoint(self.config.resume_folder, step, tensors, facts)
-            digest, folder = weights_digest(saved), str(saved.relative_to(self.folder))
+            digest, folder = weights_digest(read_manifest(saved)), str(saved.relative_to(self.folder))
             prune(self.config.resume_folder, self.config.keep_checkpoints, {step, progress["best_step"]})
         self.last_good_step = step
         self.files.receipt.add_save(step, digest, folder)
