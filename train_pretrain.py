@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from dataset.errors import UserError
+from errors import UserError
 from training.config import ROOT, Config, check_command_line, load_config, report
 
 if __name__ == "__main__":
@@ -35,21 +35,13 @@ from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import Batch, SkipBatchSampler, collate
 from dataset.packing import RowOrder
-from trainer_utils import (
-    autocast,
-    environment_rank,
-    init_distributed_mode,
-    is_echo,
-    leave_group,
-    losses_of,
-    set_learning_rate,
-    to_device,
-    update_parameters,
-)
-from training.files import NonFinite, SaveFailed
-from training.live_state import capture_rng
-from training.prepare import prepare
-from training.reporting import (
+from errors import NonFinite, SaveFailed, StopRequested
+from trainer_utils import autocast, losses_of, set_learning_rate, to_device, update_parameters
+from training.before.begin import Run, begin_run
+from training.before.prepare import prepare
+from training.before.start_page import program, resume_command, shown
+from training.distributed import init_distributed_mode, is_echo, leave_group
+from training.during.reporting import (
     evaluate_and_log,
     evaluate_run,
     evaluation_is_due,
@@ -59,9 +51,9 @@ from training.reporting import (
     report_on_sample,
     sample_texts,
 )
-from training.run import Run, begin_run
-from training.start_page import program, resume_command, shown
-from training.stopping import StopRequested, StopSignal, ignore_stop_signals
+from training.during.stopping import StopSignal, ignore_stop_signals
+from training.launcher import environment_rank
+from training.saving.live_state import capture_rng
 
 # --- the order of events ---
 

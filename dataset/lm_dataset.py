@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from dataset.cache_files import disk_errors, locked, new_folder, read_array, read_metadata, write_arrays, write_metadata
-from dataset.errors import DataError
 from dataset.packing import RowOrder, RowPlan, plan_rows
 from dataset.token_cache import TokenCache
+from errors import DataError
+from storage.folders import disk_errors, locked, new_folder, read_array, read_metadata, write_arrays, write_metadata
 
 IGNORED = -100  # target of a position that has nothing to predict
 MISSING_ROW = -1
@@ -36,14 +36,14 @@ class Batch:
     """int64 [batch, seq] each, on one device.
 
     targets: the next token, -100 where there is none to predict. position_ids restart with every piece of a document.
-    document_ids: number of the piece within its row, -1 for padding; attention never crosses from one to another.
+    segment_ids: number of the piece within its row, -1 for padding; attention never crosses from one to another.
     boundaries: where documents begin in the flattened batch, for kernels that ask for it; made on the host.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     position_ids: torch.Tensor
-    document_ids: torch.Tensor
+    segment_ids: torch.Tensor
     boundaries: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -73,13 +73,13 @@ class Batch:
             raise ValueError(f"input_ids span {least}..{most}, outside the vocabulary of {vocab_size} ids")
         if self.targets.max() >= vocab_size or bool(((self.targets < 0) & (self.targets != IGNORED)).any()):
             raise ValueError(f"targets hold ids outside the vocabulary of {vocab_size} that are not {IGNORED}")
-        if self.position_ids.min() < 0 or self.position_ids.max() >= max_seq_len or self.document_ids.min() < -1:
-            raise ValueError(f"position_ids must lie in 0..{max_seq_len - 1}, document_ids at or above -1")
-        if bool(((self.document_ids < 0) & (self.targets != IGNORED)).any()):
-            raise ValueError("padding (document_ids -1) holds targets")
+        if self.position_ids.min() < 0 or self.position_ids.max() >= max_seq_len or self.segment_ids.min() < -1:
+            raise ValueError(f"position_ids must lie in 0..{max_seq_len - 1}, segment_ids at or above -1")
+        if bool(((self.segment_ids < 0) & (self.targets != IGNORED)).any()):
+            raise ValueError("padding (segment_ids -1) holds targets")
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.input_ids, self.targets, self.position_ids, self.document_ids
+        return self.input_ids, self.targets, self.position_ids, self.segment_ids
 
 
 class PretrainDataset(Dataset):
@@ -120,15 +120,15 @@ class PretrainDataset(Dataset):
         flat = np.repeat(where, length) + (position := _ranges(np.zeros_like(length), length))
         source = np.repeat(plan.piece_start[piece], length) + position
         batch = _empty_batch(len(row), size, self.cache.pad_id)
-        input_ids, targets, position_ids, document_ids = (array.reshape(-1) for array in batch)
+        input_ids, targets, position_ids, segment_ids = (array.reshape(-1) for array in batch)
         input_ids[flat] = self.tokens[source]
         targets[flat] = self.tokens[source + 1]
         position_ids[flat] = position
-        document_ids[flat] = np.repeat(_ranges(np.zeros_like(pieces), pieces), length)
+        segment_ids[flat] = np.repeat(_ranges(np.zeros_like(pieces), pieces), length)
         if not self.packing:  # MiniMind's row shows its last token too, with nothing to predict after it; always eos
             last = where + length
             targets[last - 1] = input_ids[last] = self.cache.eos_id
-            position_ids[last], document_ids[last] = length, 0
+            position_ids[last], segment_ids[last] = length, 0
         return Batch(*(torch.from_numpy(array) for array in batch))
 
     @property

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataset.errors import DataError
+from errors import DataError
 
 BLOCK_BYTES = 1 << 20
 EXAMPLES_KEPT = 10

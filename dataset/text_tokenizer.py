@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dataset.errors import DataError
+from errors import DataError
 
 # Parts of tokenizer.json that cannot change the ids of plain text encoded without truncation, padding or template.
 NO_INFLUENCE = ("version", "truncation", "padding", "post_processor", "decoder")

@@ -28,7 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from dataset.cache_files import (
+from dataset.text_reader import SourceFile, TextReader, bad_line_problems, find_files
+from dataset.text_tokenizer import TextTokenizer
+from errors import DataError
+from storage.folders import (
     disk_errors,
     locked,
     new_folder,
@@ -37,10 +40,7 @@ from dataset.cache_files import (
     silent,
     write_metadata,
 )
-from dataset.errors import DataError
-from dataset.hashed_file import HashedFile, file_digest
-from dataset.text_reader import SourceFile, TextReader, bad_line_problems, find_files
-from dataset.text_tokenizer import TextTokenizer
+from storage.hashed_file import HashedFile, file_digest
 
 VERSION = 1
 BATCH_BYTES = 1 << 20  # of text per call of the tokenizer: enough for many cores, little enough to hold three of them

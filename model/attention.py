@@ -1,9 +1,9 @@
-"""Rotary positions and document-masked causal attention: what every block of a batch shares, and the kernels behind it.
+"""Rotary positions and segment-masked causal attention: what every block of a batch shares, and the kernels behind it.
 
-A packed row holds several documents, and no token may see another document. Three ways to see to that:
+A packed row holds several segments (a document, or a part of one), and no token may see another segment. Three ways:
   sdpa       one boolean mask [batch, 1, seq, seq] for `scaled_dot_product_attention`; runs everywhere.
-  documents  matrix products document by document (model/document_attention.py); CPU, no attention dropout.
-  varlen     cumulative document lengths for flash kernels that never look outside a document; CUDA, half precision,
+  segments  matrix products segment by segment (model/segment_attention.py); CPU, no attention dropout.
+  varlen     cumulative segment lengths for flash kernels that never look outside a segment; CUDA, half precision,
              no attention dropout.
 """
 
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
-from model.document_attention import document_attention
+from model.segment_attention import segment_attention
 
-BACKENDS = ("auto", "sdpa", "documents", "varlen")
+BACKENDS = ("auto", "sdpa", "segments", "varlen")
 # Up to torch 2.11 the flash kernels took unequal head counts without being told.
 VARLEN_GQA: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
@@ -31,34 +31,34 @@ class AttentionPlan(NamedTuple):
 
     mask: Tensor | None = None  # bool, broadcastable to [batch, heads, queries, keys]; True = may attend
     causal: bool = False  # plain causal attention without a mask
-    document_ids: Tensor | None = None  # [batch, seq] (documents)
-    boundaries: Tensor | None = None  # int32 [documents + 1], cumulative lengths over the flattened batch (varlen)
-    longest: int = 0  # upper bound of a document's length (varlen)
+    segment_ids: Tensor | None = None  # [batch, seq] (segments)
+    boundaries: Tensor | None = None  # int32 [segments + 1], cumulative lengths over the flattened batch (varlen)
+    longest: int = 0  # upper bound of a segment's length (varlen)
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """[batch, seq] document numbers -> bool [batch, 1, seq, seq]: same document and not in the future.
+def segment_mask(segment_ids: Tensor) -> Tensor:
+    """[batch, seq] segment numbers -> bool [batch, 1, seq, seq]: same segment and not in the future.
 
-    Padding (-1) counts as a document of its own, so that no row of the mask is empty.
+    Padding (-1) counts as a segment of its own, so that no row of the mask is empty.
     """
-    length = document_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    length = segment_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)
     return (same & causal).unsqueeze(1)
 
 
-def document_boundaries(document_ids: Tensor, multiple: int = 1) -> Tensor:
-    """Cumulative document lengths of a packed batch for flash kernels: int32 [documents + 1], from 0 to batch x seq.
+def segment_boundaries(segment_ids: Tensor, multiple: int = 1) -> Tensor:
+    """Cumulative segment lengths of a packed batch for flash kernels: int32 [segments + 1], from 0 to batch x seq.
 
-    Counting the documents of a CUDA tensor makes the host wait, so a training loop calls this on the host's copy and
-    passes the result along. Empty documents at the end fill up to a multiple: few shapes for a compiled model.
-    A run of padding (-1) counts as a document.
+    Counting the segments of a CUDA tensor makes the host wait, so a training loop calls this on the host's copy and
+    passes the result along. Empty segments at the end fill up to a multiple: few shapes for a compiled model.
+    A run of padding (-1) counts as a segment.
     """
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]  # a new row always starts a document
+    starts = torch.ones_like(segment_ids, dtype=torch.bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]  # a new row always starts a segment
     positions = starts.flatten().nonzero().flatten()
     padding = 1 + -len(positions) % multiple
-    return F.pad(positions, (0, padding), value=document_ids.numel()).to(torch.int32)
+    return F.pad(positions, (0, padding), value=segment_ids.numel()).to(torch.int32)
 
 
 def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -76,14 +76,14 @@ def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: 
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int = 64) -> str:
-    """`auto` takes the fastest that runs here: documents on a CPU, varlen on CUDA from Ampere on in half precision and
+    """`auto` takes the fastest that runs here: segments on a CPU, varlen on CUDA from Ampere on in half precision and
     with heads that flash kernels take."""
     if requested not in BACKENDS:
         raise ValueError(f"attention_backend={requested!r} is unknown: use one of {', '.join(BACKENDS)}")
     if requested != "auto":
         return requested
     if device.type == "cpu" and not dropout:
-        return "documents"
+        return "segments"
     flash_takes = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
     if device.type == "cuda" and not dropout and flash_takes:
         return "varlen" if torch.cuda.get_device_capability(device) >= (8, 0) else "sdpa"
@@ -92,8 +92,8 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dro
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0, fused: bool = True) -> Tensor:
     """q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim] -> the shape of q."""
-    if plan.document_ids is not None:
-        return document_attention(q, k, v, plan.document_ids)
+    if plan.segment_ids is not None:
+        return segment_attention(q, k, v, plan.segment_ids)
     if plan.boundaries is not None:
         return _attend_varlen(q, k, v, plan)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -110,7 +110,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-    assert plan.boundaries is not None, "the varlen kernels need cumulative document lengths"
+    assert plan.boundaries is not None, "the varlen kernels need cumulative segment lengths"
     out = varlen.varlen_attn(
         q.flatten(0, 1),  # [batch * seq, heads, head_dim]
         k.flatten(0, 1),

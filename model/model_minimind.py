@@ -22,11 +22,11 @@ from model.attention import (
     attend,
     cached_mask,
     choose_backend,
-    document_boundaries,
-    document_mask,
     rotary_frequencies,
     rotary_table,
     rotate,
+    segment_boundaries,
+    segment_mask,
 )
 from model.dtypes import compute_dtype, wide_dtype
 from model.loss import IGNORE_INDEX, linear_cross_entropy_sum
@@ -295,7 +295,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MiniMindConfig | None = None):
         config = config or MiniMindConfig()
         super().__init__(config)
-        self.attention_backend = "auto"  # auto, sdpa, documents or varlen: see model/attention.py
+        self.attention_backend = "auto"  # auto, sdpa, segments or varlen: see model/attention.py
         self.cross_entropy = linear_cross_entropy_sum  # a compiled one may take its place
         self.model = MiniMindModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -326,7 +326,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         boundaries: Tensor | None = None,
         targets: Tensor | None = None,
         target_count: Tensor | None = None,
@@ -341,11 +341,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         """Training: `targets`. Hugging Face: `labels` (shifted here). Generation: neither.
 
         Args:
-            input_ids, position_ids, document_ids, targets, labels: int64 [batch, seq]. Targets are the next tokens,
-                -100 where there is none. Document numbers keep documents of a packed row apart, -1 is padding;
+            input_ids, position_ids, segment_ids, targets, labels: int64 [batch, seq]. Targets are the next tokens,
+                -100 where there is none. Segment numbers keep the segments of a packed row apart, -1 is padding;
                 without them attention is plainly causal.
             attention_mask: [batch, past + seq], 0 at (left) padding; generation only.
-            boundaries: `document_boundaries(document_ids)` made on the host, to spare the varlen kernels a host sync.
+            boundaries: `segment_boundaries(segment_ids)` made on the host, to spare the varlen kernels a host sync.
             target_count: 0-dim; the divisor of every loss. None: the valid targets of this batch.
             label_smoothing, z_loss: see `linear_cross_entropy_sum`.
         """
@@ -353,7 +353,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if cache is None and use_cache and targets is None:
             cache = DynamicCache(config=self.config)
-        plan, position_ids = self._plan(input_ids, attention_mask, position_ids, document_ids, boundaries, cache)
+        plan, position_ids = self._plan(input_ids, attention_mask, position_ids, segment_ids, boundaries, cache)
         counted = None if targets is None else targets != IGNORE_INDEX
         hidden, balance = self.model(input_ids, position_ids, plan, cache, counted)
         output = MiniMindOutput(cache=cache)
@@ -368,7 +368,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        document_ids: Tensor | None,
+        segment_ids: Tensor | None,
         boundaries: Tensor | None,
         cache: Cache | None,
     ) -> tuple[AttentionPlan, Tensor]:
@@ -379,27 +379,27 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = torch.arange(past, past + length, device=input_ids.device).unsqueeze(0)
             if attention_mask is not None and attention_mask.ndim == 2:
                 position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
-        if document_ids is not None:
+        if segment_ids is not None:
             if cache is not None or attention_mask is not None:
-                raise ValueError("document_ids are for training: they do not go with a cache or an attention_mask")
-            return self._plan_documents(document_ids, boundaries), position_ids
+                raise ValueError("segment_ids are for training: they do not go with a cache or an attention_mask")
+            return self._plan_segments(segment_ids, boundaries), position_ids
         if attention_mask is not None and attention_mask.ndim == 4:
             return AttentionPlan(mask=attention_mask), position_ids
         if attention_mask is None and (past == 0 or length == 1):
             return AttentionPlan(causal=past == 0), position_ids
         return AttentionPlan(mask=cached_mask(attention_mask, length, past + length, input_ids.device)), position_ids
 
-    def _plan_documents(self, document_ids: Tensor, boundaries: Tensor | None) -> AttentionPlan:
+    def _plan_segments(self, segment_ids: Tensor, boundaries: Tensor | None) -> AttentionPlan:
         weight, dropout = self.lm_head.weight, self.config.dropout if self.training else 0.0
         backend = self.attention_backend if self.config.flash_attn else "sdpa"
-        chosen = choose_backend(backend, document_ids.device, compute_dtype(weight), dropout, self.config.head_dim)
+        chosen = choose_backend(backend, segment_ids.device, compute_dtype(weight), dropout, self.config.head_dim)
         if chosen == "sdpa":
-            return AttentionPlan(mask=document_mask(document_ids))
-        if chosen == "documents":
-            return AttentionPlan(document_ids=document_ids)
+            return AttentionPlan(mask=segment_mask(segment_ids))
+        if chosen == "segments":
+            return AttentionPlan(segment_ids=segment_ids)
         if boundaries is None:
-            boundaries = document_boundaries(document_ids)
-        return AttentionPlan(boundaries=boundaries, longest=document_ids.shape[1])
+            boundaries = segment_boundaries(segment_ids)
+        return AttentionPlan(boundaries=boundaries, longest=segment_ids.shape[1])
 
     def _add_losses(
         self,

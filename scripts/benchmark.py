@@ -211,8 +211,8 @@ def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
 
 
 def corpus_file(words: list[str]) -> Path:
+    from training.before.prepare import make_bundled_sample
     from training.config import load_config, resolve_path
-    from training.prepare import make_bundled_sample
 
     config = load_config(words)
     if config.uses_sample:
@@ -240,10 +240,11 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
     import torch
 
     import train_pretrain as trainer
-    from trainer_utils import init_distributed_mode, peak_memory_gib
-    from training.prepare import prepare
-    from training.run import begin_run
-    from training.stopping import StopSignal
+    from training.before.begin import begin_run
+    from training.before.prepare import prepare
+    from training.device import peak_memory_gib
+    from training.distributed import init_distributed_mode
+    from training.during.stopping import StopSignal
 
     imported = time.perf_counter()
     more = {"use_compile": int(compiled), "overwrite": 1, "log_interval": 1, "save_interval": 0}
@@ -322,7 +323,7 @@ class LoopWatch:
             setattr(self.trainer, name, original)
 
     def _now(self) -> float:
-        from training.dry_step import synchronise
+        from training.before.dry_step import synchronise
 
         synchronise(self.device)
         return time.perf_counter()
@@ -374,8 +375,8 @@ def measure_plain(options: argparse.Namespace, words: list[str]) -> dict[str, An
 
     from dataset.text_tokenizer import TextTokenizer
     from scripts.plain_baseline import PlainDataset, Shape, StepClock, train_plain
-    from trainer_utils import choose_device, choose_dtype, peak_memory_gib
     from training.config import load_config, resolve_path
+    from training.device import choose_device, choose_dtype, peak_memory_gib
 
     c = load_config(words)
     device = choose_device(c.device)
@@ -410,9 +411,9 @@ def measure_data(words: list[str]) -> dict[str, Any]:
     from dataset.packing import RowOrder
     from dataset.text_tokenizer import TextTokenizer
     from dataset.token_cache import build_or_open
-    from trainer_utils import choose_device, choose_dtype, peak_memory_gib
     from training.config import load_config, resolve_path
-    from training.receipt import environment_facts
+    from training.device import choose_device, choose_dtype, peak_memory_gib
+    from training.saving.receipt import environment_facts
 
     c = load_config(words)
     if c.uses_sample:
@@ -488,7 +489,7 @@ def copied_bytes(device: Any) -> float:
 
 def seconds_of_best(work: Any, device: Any, seconds: float = 1.0) -> float:
     """Shortest time of one call, over about a second of them."""
-    from training.dry_step import seconds_of
+    from training.before.dry_step import seconds_of
 
     seconds_of(work, device)
     times, end = list[float](), time.perf_counter() + seconds

@@ -63,7 +63,7 @@ def load_model(load: str, tokenizer_path: str | None = None) -> tuple[Any, TextT
 
     Raises UserError, CheckpointError or DataError where something is missing, damaged or does not belong together.
     """
-    from dataset.errors import UserError
+    from errors import UserError
     from training.config import resolve_path
 
     path = resolve_path(load)
@@ -84,10 +84,10 @@ def load_model(load: str, tokenizer_path: str | None = None) -> tuple[Any, TextT
 
 
 def _load_weights_file(path: Path, tokenizer_path: str | None) -> tuple[Any, TextTokenizer]:
-    from dataset.errors import UserError
     from dataset.text_tokenizer import TextTokenizer
+    from errors import UserError
     from training.config import resolve_path
-    from training.weights import read_weights
+    from training.saving.weights import read_weights
 
     weights, card = read_weights(path)
     if card is None and tokenizer_path is None:
@@ -109,7 +109,7 @@ def _build(path: Path, weights: dict[str, Any], card: dict[str, Any] | None) -> 
     """The model these weights belong to: by their card, else by their shapes."""
     import torch
 
-    from dataset.errors import UserError
+    from errors import UserError
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
     from model.shapes import config_from_weights
 
@@ -132,8 +132,8 @@ def _build(path: Path, weights: dict[str, Any], card: dict[str, Any] | None) -> 
 
 
 def _load_hugging_face(folder: Path, tokenizer_path: str | None) -> tuple[Any, TextTokenizer]:
-    from dataset.errors import UserError
     from dataset.text_tokenizer import TextTokenizer
+    from errors import UserError
     from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
     from training.config import resolve_path
 
@@ -167,9 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     import torch
 
-    from dataset.errors import UserError
+    from errors import UserError
     from model.sampling import sample_text
-    from trainer_utils import choose_device, choose_dtype
+    from training.device import choose_device, choose_dtype
 
     try:
         device = choose_device(arguments.device)

@@ -186,8 +186,8 @@ def train_plain_for(seconds: float, words: list[str], rate: float, folder: Path)
 
     from dataset.text_tokenizer import TextTokenizer
     from scripts.plain_baseline import ROW, PlainDataset, Shape, StepClock, train_plain
-    from trainer_utils import choose_device
     from training.config import load_config, resolve_path
+    from training.device import choose_device
 
     c = load_config(words)
     dataset = PlainDataset(resolve_path(c.data_path), TextTokenizer.load(resolve_path(c.tokenizer_path)))

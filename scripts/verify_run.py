@@ -66,7 +66,7 @@ def segments(record: dict[str, Any], first: int, last: int) -> list[tuple[dict[s
 
 
 def earliest_save(run: Path) -> tuple[int, Path]:
-    from training.checkpoint import find_checkpoints, verify_checkpoint
+    from training.saving.checkpoint import find_checkpoints, verify_checkpoint
 
     for step, folder in find_checkpoints(run / "resume"):
         if not verify_checkpoint(folder):
@@ -113,7 +113,7 @@ def run_trainer(words: list[str], ranks: int) -> None:
 
 def figures(run: Path, first: int, last: int) -> dict[int, dict[str, float]]:
     """step -> what a step's line in metrics.jsonl says, for first < step <= last."""
-    from training.metrics import read_metrics
+    from training.during.metrics import read_metrics
 
     lines = read_metrics(run / "metrics.jsonl")
     return {line["step"]: line for line in lines if "loss" in line and first < line["step"] <= last}
@@ -155,7 +155,7 @@ def compare_digests(old: list[dict[str, Any]], new: list[dict[str, Any]], last: 
 
 def differing_circumstances(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What is otherwise now than it was: versions, processor, threads, code."""
-    from training.resume import circumstances
+    from training.saving.state import circumstances
 
     was, now = circumstances(old), circumstances(new)
     was["code"], now["code"] = old["environment"]["git"], new["environment"]["git"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -26,11 +27,12 @@ def run_all(hooks: list[Hook]) -> None:
 
 def _replace(path: str, wrap: Callable[[Callable], Callable]) -> None:
     """Replace `module.attribute` or `module.Class.attribute` by what `wrap` makes of it."""
-    module, _, name = path.partition(".")
+    module, names = path.split(".")[0], path.split(".")[1:]
     owner: Any = importlib.import_module(module)
-    if module in ("dataset", "model", "training"):
-        inner, _, name = name.partition(".")
-        owner = importlib.import_module(f"{module}.{inner}")
+    while hasattr(owner, "__path__") and importlib.util.find_spec(f"{module}.{names[0]}"):
+        module = f"{module}.{names.pop(0)}"
+        owner = importlib.import_module(module)
+    name = ".".join(names)
     while "." in name:
         first, _, name = name.partition(".")
         owner = getattr(owner, first)
@@ -115,11 +117,11 @@ def _constant(value: Any, _old: Any) -> Any:
 
 def val_losses(*losses: float) -> Hook:
     """A hook: evaluations give these losses, one after the other."""
-    return _replace, "training.reporting.evaluate_run", functools.partial(_evaluations, losses)
+    return _replace, "training.during.reporting.evaluate_run", functools.partial(_evaluations, losses)
 
 
 def _evaluations(losses: tuple[float, ...], _old: Any) -> Any:
-    from training.evaluation import Evaluation
+    from training.during.evaluation import Evaluation
 
     coming = iter(losses)
     return lambda run: Evaluation(next(coming), 1.0, 1.0)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 import train_pretrain
 from hooks import Hook, run_all
-from training.checkpoint import find_checkpoints
-from training.metrics import read_metrics
+from training.during.metrics import read_metrics
+from training.saving.checkpoint import find_checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_pretrain
-from dataset.errors import UserError
+from errors import UserError
 from training.config import OPTIONS, Config, load_config
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))  # times the usual number

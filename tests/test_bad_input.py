@@ -186,7 +186,7 @@ def deny(*denied: str) -> Callable[[Place], None]:
 
 
 def of_memory(count: int) -> Callable[[Place], None]:
-    return lambda place: place.monkeypatch.setattr("training.preflight.host_memory_bytes", lambda: count)
+    return lambda place: place.monkeypatch.setattr("training.before.checks.host_memory_bytes", lambda: count)
 
 
 WARM = "--from_weight {run}"

@@ -1,7 +1,7 @@
 """Runs and token caches made by an earlier release go on: the fixture was written by format 1 as it first came out.
 
-It holds two runs of 24 steps stopped at step 7 (dense with AdamW; experts with Muon), the cache of their texts, and what
-that release came to at the end.
+It holds two runs of 24 steps stopped at step 7 (dense with AdamW; experts with Muon), the cache of their texts, and
+what that release came to at the end.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from training import checkpoint, files, live_state, saver, weights
+from errors import CheckpointError, SaveFailed
+from storage import files
+from training.saving import checkpoint, live_state, saver, weights
 
 ROOT = Path(__file__).parent.parent
 FILES = ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"]
@@ -109,7 +111,7 @@ def test_a_checkpoint_comes_back_bit_equal_with_its_state(tmp_path):
     assert found is not None and (found.step, found.folder.name, found.damaged) == (7, "step_00000007", [])
     assert found.state == {"step": 7, "best": best, "worst": float("inf"), "path": "x"}
     assert torch.equal(found.load("model")["a"], torch.full((5, 3), 7.0))
-    with pytest.raises(files.CheckpointError, match="nothing"):
+    with pytest.raises(CheckpointError, match="nothing"):
         found.load("nothing")
 
 
@@ -167,7 +169,7 @@ def test_harm_to_any_file_is_named_and_no_good_save_left_is_an_error_naming_each
             path.unlink()
         else:
             path.write_bytes({"truncated": data[:-3], "empty": b"", "longer": data + b"x"}[harm])
-    with pytest.raises(files.CheckpointError) as error:
+    with pytest.raises(CheckpointError) as error:
         checkpoint.load_newest(tmp_path)
     assert f"step_00000001/{name}" in str(error.value).replace(" has no manifest.json", "/manifest.json")
     assert f"step_00000002/{name}" in str(error.value).replace(" has no manifest.json", "/manifest.json")
@@ -193,7 +195,7 @@ def test_damaged_saves_set_aside_are_neither_counted_by_prune_nor_forgotten(tmp_
     checkpoint.prune(tmp_path, 1)
     assert [step for step, _ in checkpoint.find_checkpoints(tmp_path)] == [2]
     (tmp_path / "step_00000002" / "manifest.json").unlink()
-    with pytest.raises(files.CheckpointError, match="damaged-step_00000003"):
+    with pytest.raises(CheckpointError, match="damaged-step_00000003"):
         checkpoint.load_newest(tmp_path)
 
 
@@ -246,11 +248,11 @@ KILLED_WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from training import checkpoint
-from training import files
-from training import live_state
-from training import saver
-from training import weights
+from training.saving import checkpoint
+from storage import files
+from training.saving import live_state
+from training.saving import saver
+from training.saving import weights
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 
 def write_for_ever(first, report):
@@ -305,11 +307,12 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import torch
-from training import checkpoint
-from training import files
-from training import live_state
-from training import saver
-from training import weights
+from errors import SaveFailed
+from training.saving import checkpoint
+from storage import files
+from training.saving import live_state
+from training.saving import saver
+from training.saving import weights
 folder = Path(sys.argv[1])
 small = {"model": {"w": torch.ones(100)}}
 large = {"model": {"w": torch.ones(1_000_000)}}
@@ -322,7 +325,7 @@ for what in (lambda: checkpoint.write_checkpoint(folder / "resume", 1, large, {}
              lambda: files.write_file_atomic(folder / "w.json", "x" * (2 << 20))):
     try:
         what()
-    except files.SaveFailed as error:
+    except SaveFailed as error:
         print(error)
     else:
         sys.exit("no failure")
@@ -357,9 +360,7 @@ def test_a_full_disk_at_any_stage_is_a_save_that_failed_with_the_last_good_one_i
         else:
             patch.setattr(os, call, full)
         for step in (1, 2):
-            with pytest.raises(
-                files.SaveFailed, match=f"step {step}.*No space left on device.*earlier saves are untouched"
-            ):
+            with pytest.raises(SaveFailed, match=f"step {step}.*No space left on device.*earlier saves are untouched"):
                 save(tmp_path, step)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert checkpoint.verify_checkpoint(tmp_path / "step_00000001") == []
@@ -367,9 +368,9 @@ def test_a_full_disk_at_any_stage_is_a_save_that_failed_with_the_last_good_one_i
 
 def test_a_file_where_the_folder_should_be_is_a_save_that_failed(tmp_path):
     (tmp_path / "resume").write_text("")
-    with pytest.raises(files.SaveFailed, match="step 3"):
+    with pytest.raises(SaveFailed, match="step 3"):
         save(tmp_path / "resume", 3)
-    with pytest.raises(files.SaveFailed):
+    with pytest.raises(SaveFailed):
         files.write_file_atomic(tmp_path / "resume" / "x.json", "{}")
 
 
@@ -450,7 +451,7 @@ def test_an_optimizer_state_that_does_not_fit_is_refused_by_name_and_changes_not
     tensors = {key: value.clone() for key, value in live_state.flatten_optimizer(optimizers, model).items()}
     change(tensors)
     fresh = adamw(model)
-    with pytest.raises(files.CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         live_state.restore_optimizer(fresh, model, tensors)
     assert not fresh[0].state
 
@@ -461,7 +462,7 @@ def test_the_state_of_another_optimizer_is_refused_and_an_empty_one_is_the_state
     assert live_state.flatten_optimizer(mixed, model) == {}
     live_state.restore_optimizer(mixed, model, {})
     train(model, mixed, 1)
-    with pytest.raises(files.CheckpointError, match=r"down\.weight/momentum_buffer is not known"):
+    with pytest.raises(CheckpointError, match=r"down\.weight/momentum_buffer is not known"):
         live_state.restore_optimizer(adamw(model), model, live_state.flatten_optimizer(mixed, model))
 
 
@@ -479,16 +480,14 @@ def test_an_optimizer_all_of_whose_updates_were_skipped_is_restored_as_it_was():
 def test_parameters_of_another_architecture_are_refused_by_name_and_change_nothing():
     model, before = Tied(8), live_state.flatten_parameters(Tied(12))
     kept = model.up.weight.clone()
-    with pytest.raises(
-        files.CheckpointError, match=r"another architecture:(.|\n)*up.weight has shape \[24, 12\].*\[16, 8\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"another architecture:(.|\n)*up.weight has shape \[24, 12\].*\[16, 8\]"):
         live_state.restore_parameters(model, before)
     tensors = dict(live_state.flatten_parameters(Tied(8)), extra=torch.zeros(1))
     del tensors["norm.weight"]
-    with pytest.raises(files.CheckpointError, match=r"extra is not known(.|\n)*norm.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"extra is not known(.|\n)*norm.weight is missing"):
         live_state.restore_parameters(model, tensors)
     halves = {name: value.half() for name, value in live_state.flatten_parameters(Tied(8)).items()}
-    with pytest.raises(files.CheckpointError, match=r"float16, this model holds torch\.float32"):
+    with pytest.raises(CheckpointError, match=r"float16, this model holds torch\.float32"):
         live_state.restore_parameters(model, halves)
     assert torch.equal(model.up.weight, kept)
 
@@ -531,7 +530,7 @@ def test_the_device_generator_that_cannot_be_carried_over_is_named():
     state = live_state.capture_rng("cpu")
     assert live_state.restore_rng({**state, "cuda": torch.zeros(16, dtype=torch.uint8)}, "cpu") == ["cuda"]
     del state["numpy"]
-    with pytest.raises(files.CheckpointError, match="no numpy"):
+    with pytest.raises(CheckpointError, match="no numpy"):
         live_state.restore_rng(state, "cpu")
 
 
@@ -589,7 +588,7 @@ def test_finite_means_no_nan_and_no_infinity_in_tensors_of_any_kind():
 @pytest.mark.parametrize("value", [70000.0, float("nan"), float("-inf")])
 def test_numbers_float16_cannot_hold_are_an_error_and_the_old_file_stays(tmp_path, value):
     weights.write_weights(tmp_path / "w.pth", {"a": torch.ones(3)}, {})
-    with pytest.raises(files.CheckpointError, match=r"b holds .*float16"):
+    with pytest.raises(CheckpointError, match=r"b holds .*float16"):
         weights.write_weights(tmp_path / "w.pth", {"a": torch.zeros(3), "b": torch.tensor([1.0, value])}, {})
     assert weights.read_weights(tmp_path / "w.pth")[0]["a"].tolist() == [1, 1, 1]
 
@@ -613,10 +612,10 @@ def test_a_pickle_that_would_run_code_is_refused_unread(tmp_path, legacy):
     trace, path = tmp_path / "trace", tmp_path / "w.pth"
     value = {"a": torch.ones(2), "evil": Evil(trace)}
     path.write_bytes(_legacy_pickle(value)) if legacy else torch.save(value, path)
-    with pytest.raises(files.CheckpointError, match="more than tensors"):
+    with pytest.raises(CheckpointError, match="more than tensors"):
         weights.read_weights(path)
     path.write_bytes(pickle.dumps(Evil(trace)))
-    with pytest.raises(files.CheckpointError, match=r"w\.pth is refused"):
+    with pytest.raises(CheckpointError, match=r"w\.pth is refused"):
         weights.read_weights(path)
     assert not trace.exists()
 
@@ -639,19 +638,19 @@ def test_damaged_weights_are_refused_in_words(tmp_path, harm, card):
     path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "garbage": b"hello\n" * 99, "bit": data}[harm])
     if not card:
         path.with_suffix(".json").unlink()
-    with pytest.raises(files.CheckpointError, match=r"w\.pth is (damaged|refused)"):
+    with pytest.raises(CheckpointError, match=r"w\.pth is (damaged|refused)"):
         weights.read_weights(path)
 
 
 def test_missing_weights_other_contents_and_a_broken_card_are_refused_in_words(tmp_path):
-    with pytest.raises(files.CheckpointError, match="there is no weights file"):
+    with pytest.raises(CheckpointError, match="there is no weights file"):
         weights.read_weights(tmp_path / "none.pth")
     torch.save({"model": {"a": torch.ones(1)}, "step": 3}, tmp_path / "other.pth")
-    with pytest.raises(files.CheckpointError, match="holds no state dict"):
+    with pytest.raises(CheckpointError, match="holds no state dict"):
         weights.read_weights(tmp_path / "other.pth")
     weights.write_weights(tmp_path / "w.pth", {"a": torch.ones(1)}, {})
     (tmp_path / "w.json").write_text("{")
-    with pytest.raises(files.CheckpointError, match=r"w\.json, the card of w\.pth, is damaged"):
+    with pytest.raises(CheckpointError, match=r"w\.json, the card of w\.pth, is damaged"):
         weights.read_weights(tmp_path / "w.pth")
 
 
@@ -715,7 +714,7 @@ def test_a_failure_in_the_background_surfaces_once_with_its_cause(surface):
         "submit": lambda: writer.submit(lambda: None),
         "snapshot": lambda: writer.snapshot({}),
     }
-    with pytest.raises(files.SaveFailed, match="boom") as error:
+    with pytest.raises(SaveFailed, match="boom") as error:
         actions[surface]()
     assert error.value.__cause__ is cause
     writer.wait()
@@ -744,7 +743,7 @@ def test_a_snapshot_is_a_copy_in_buffers_used_again_but_never_during_a_save(tmp_
 
 def test_the_interpreter_does_not_exit_before_a_save_in_flight_has_ended(tmp_path):
     code = (
-        "import sys, time, torch\nfrom pathlib import Path\nfrom training import checkpoint, saver\n"
+        "import sys, time, torch\nfrom pathlib import Path\nfrom training.saving import checkpoint, saver\n"
         "w = saver.BackgroundWriter()\n"
         "def save():\n    time.sleep(0.3)\n"
         "    checkpoint.write_checkpoint(Path(sys.argv[1]), 1, {'model': {'a': torch.ones(3)}}, {})\n"

@@ -11,14 +11,13 @@ import time
 import pytest
 import torch
 
-from dataset.errors import UserError
 from dataset.lm_dataset import MISSING_ROW
-from model.attention import document_boundaries
+from errors import UserError
+from model.attention import segment_boundaries
 from runs import command, environment, final_state, finish, largest_difference, launch, logged, replaced, train
 from runs import final_weights as weights_of
-from trainer_utils import World
-from training import compiling
-from training.compiling import (
+from training.before import compiling
+from training.before.compiling import (
     COMPILE_SECONDS,
     MARGIN,
     SHARE_SAVED,
@@ -27,8 +26,9 @@ from training.compiling import (
     compiler_problem,
     uncompiled,
 )
+from training.before.prepare import prepare
 from training.config import load_config
-from training.prepare import prepare
+from training.distributed import World
 
 CPU = World(torch.device("cpu"))
 REPAID = MARGIN * COMPILE_SECONDS["cpu"] / SHARE_SAVED["cpu"]
@@ -177,7 +177,7 @@ def test_document_boundaries_of_every_batch_have_one_shape(arguments):
     dataset = prepare(load_config(arguments)).dataset
     capacity = dataset.most_documents(3)
     shapes = {
-        tuple(document_boundaries(dataset.__getitems__([*rows, MISSING_ROW]).document_ids, capacity).shape)
+        tuple(segment_boundaries(dataset.__getitems__([*rows, MISSING_ROW]).segment_ids, capacity).shape)
         for rows in itertools.combinations(range(len(dataset)), 2)
     }
     assert shapes == {(capacity + 1,)}

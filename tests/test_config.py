@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from dataset.text_reader import find_files
+from errors import UserError
 from runs import ROOT
 from training.config import (
     NOT_CARRIED_OVER,
     OPTIONS,
     Config,
-    UserError,
     changed_settings,
     load_config,
     nearest,

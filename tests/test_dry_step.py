@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dataset.errors import UserError
 from dataset.lm_dataset import PretrainDataset
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open
+from errors import UserError
 from runs import final_state, final_weights, logged, replaced, run_folder, same_bits, train
-from trainer_utils import World
-from training import dry_step
-from training import run as run_module
+from training.before import begin as run_module
+from training.before import dry_step
+from training.before.dry_step import Measured, fit_batch_size, kept_free, memory_errors, rehearse, try_step
+from training.before.start_model import init_model
 from training.config import Config
-from training.dry_step import Measured, fit_batch_size, kept_free, memory_errors, rehearse, try_step
-from training.live_state import capture_rng
+from training.distributed import World
+from training.saving.live_state import capture_rng
 from training.schedule import StepLayout
-from training.start_model import init_model
 
 CPU = torch.device("cpu")
 

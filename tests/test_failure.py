@@ -36,11 +36,13 @@ from runs import (
     train,
     without,
 )
-from trainer_utils import meet
-from training import files, reporting, run
-from training.checkpoint import find_checkpoints, verify_checkpoint
-from training.evaluation import Evaluation
-from training.metrics import DivergenceWatch, read_metrics
+from storage import files
+from training.before import begin as run
+from training.distributed import meet
+from training.during import reporting
+from training.during.evaluation import Evaluation
+from training.during.metrics import DivergenceWatch, read_metrics
+from training.saving.checkpoint import find_checkpoints, verify_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +252,7 @@ def full_disk_during(monkeypatch, broken: range, part: str = "model.safetensors"
 
 
 def files_of_saver() -> Any:
-    from training import saver
+    from training.saving import saver
 
     return saver
 
@@ -283,7 +285,7 @@ def test_a_failed_final_save_is_tried_once_more_and_then_ends_non_zero_with_the_
 
 def test_a_disk_that_takes_no_more_fails_the_run_on_every_rank_and_keeps_the_good_save(words, tmp_path):
     words = without(replaced(words, batch_size=1, global_batch_size=4), "accumulation_steps")
-    hook = at_call("training.saver.write_checkpoint", 3, "limit 100000")
+    hook = at_call("training.saving.saver.write_checkpoint", 3, "limit 100000")
     finish(launch(words, ranks=2, hooks={0: [hook]}, log=tmp_path / "log"), expect=1)
     text = (tmp_path / "log").read_text()
     assert "File too large" in text
@@ -323,7 +325,7 @@ def test_ranks_agree_on_the_best_one_after_a_save_that_failed(words, tmp_path):
     """Rank 0 alone learns of the failure at step 4; at step 9 both must judge 8.5 by the 8.0 of step 6."""
     words = without(replaced(words, batch_size=1, global_batch_size=4), "accumulation_steps")
     figures = val_losses(9.0, 8.0, 8.5, 8.7, 8.8)
-    hooks = {0: [figures, at_call("training.saver.write_checkpoint", 3, "raise full")], 1: [figures]}
+    hooks = {0: [figures, at_call("training.saving.saver.write_checkpoint", 3, "raise full")], 1: [figures]}
     val = write_corpus(tmp_path / "v.jsonl", documents=3)
     finish(launch(words, "--val_path", val, "--eval_interval", 3, ranks=2, hooks=hooks))
     assert best_of(words) == (8.0, 6, 8.0, 6)
@@ -417,7 +419,7 @@ def test_a_kill_leaves_no_lock_behind_even_with_loader_workers(words, whole):
 
 def test_the_parameters_saved_are_those_of_the_model_not_of_a_later_step(words):
     """The snapshot is taken before the loop goes on: a slow save does not see later updates."""
-    hook = at_call("training.saver.write_checkpoint", 1, "limit 100000000", pause=1.0)
+    hook = at_call("training.saving.saver.write_checkpoint", 1, "limit 100000000", pause=1.0)
     finish(launch(words, "--stop_after", 3, hooks=[hook]))
     finish(launch(words, "--save_weight", "quick", "--stop_after", 2))
     from safetensors.torch import load_file

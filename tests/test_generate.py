@@ -14,7 +14,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.sampling import next_token_probabilities, sample_text
 from model.shapes import config_from_weights
 from scripts.generate import load_model, main
-from training.weights import write_weights
+from training.saving.weights import write_weights
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 

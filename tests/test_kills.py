@@ -6,7 +6,7 @@ import pytest
 from torture import Attempts, die_at_the_edges, saved_step, tortured_run, unfinished
 
 from runs import run_folder
-from training.checkpoint import find_checkpoints, verify_checkpoint
+from training.saving.checkpoint import find_checkpoints, verify_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def pieces_of(batch: Batch):
     """(inputs, targets) of every piece of a packed batch, after checking that padding and positions are as stated."""
     for row in range(len(batch.input_ids)):
         ids, targets = batch.input_ids[row], batch.targets[row]
-        positions, documents = batch.position_ids[row], batch.document_ids[row]
+        positions, documents = batch.position_ids[row], batch.segment_ids[row]
         padding = documents == -1
         assert bool((targets[padding] == -100).all()) and bool((positions[padding] == 0).all())
         count = int(documents.max()) + 1
@@ -126,8 +126,8 @@ def test_missing_rows_are_empty_and_leave_the_others_alone(cache):
         for missing in (0, 2):
             assert set(batch.input_ids[missing].tolist()) == {cache.pad_id}
             assert set(batch.targets[missing].tolist()) == {-100}
-            assert set(batch.document_ids[missing].tolist()) == {-1}
-        for name in ("input_ids", "targets", "position_ids", "document_ids"):
+            assert set(batch.segment_ids[missing].tolist()) == {-1}
+        for name in ("input_ids", "targets", "position_ids", "segment_ids"):
             assert torch.equal(getattr(batch, name)[1], getattr(alone, name)[0]), name
         nothing = dataset.__getitems__([-1, -1])
         nothing.validate(VOCAB, 32)
@@ -156,7 +156,7 @@ def test_without_packing_the_rows_are_minimind_rows_token_for_token(cache, token
         labels = [number if i < len(ids) else -100 for i, number in enumerate(padded)]
         assert batch.targets[row].tolist() == [*labels[1:], -100]
         assert batch.position_ids[row].tolist() == [*range(len(ids)), *[0] * (size - len(ids))]
-        assert batch.document_ids[row].tolist() == [0] * len(ids) + [-1] * (size - len(ids))
+        assert batch.segment_ids[row].tolist() == [0] * len(ids) + [-1] * (size - len(ids))
     long = [len(ids) for ids in tokenizer.encode_batch(TEXTS) if len(ids) + 2 > size]
     assert dataset.ledger["documents_cut"] == len(long) > 5
     assert dataset.ledger["tokens_cut"] == sum(long) - len(long) * (size - 2)
@@ -166,7 +166,7 @@ def test_the_ledger_accounts_for_every_position(cache):
     packed, single = PretrainDataset(cache, 40), PretrainDataset(cache, 40, packing=False)
     for dataset in (packed, single):
         batch = dataset.__getitems__(list(range(len(dataset))))
-        padding = float((batch.document_ids == -1).double().mean())
+        padding = float((batch.segment_ids == -1).double().mean())
         assert dataset.ledger["padding_share"] == pytest.approx(padding, abs=1e-12)
         assert dataset.ledger["positions"] == batch.input_ids.numel()
         assert dataset.ledger["targets"] == int((batch.targets != -100).sum())
@@ -314,7 +314,7 @@ def batch_of(**changes):
         "input_ids": torch.ones(shape, dtype=torch.int64),
         "targets": torch.tensor([[1, 2, -100, -100], [1, 1, 1, 1]]),
         "position_ids": torch.arange(4).expand(shape).clone(),
-        "document_ids": torch.tensor([[0, 0, -1, -1], [0, 0, 1, 1]]),
+        "segment_ids": torch.tensor([[0, 0, -1, -1], [0, 0, 1, 1]]),
     }
     return Batch(**(tensors | changes))
 
@@ -323,7 +323,7 @@ WRONG_BATCHES = {
     "shape": ({"targets": torch.ones(2, 3, dtype=torch.int64)}, "targets is"),
     "flat": ({"input_ids": torch.ones(8, dtype=torch.int64)}, "input_ids is"),
     "dtype": ({"position_ids": torch.zeros(2, 4, dtype=torch.int32)}, "position_ids is torch.int32"),
-    "float": ({"document_ids": torch.zeros(2, 4)}, "document_ids is torch.float32"),
+    "float": ({"segment_ids": torch.zeros(2, 4)}, "segment_ids is torch.float32"),
     "device": ({"targets": torch.ones(2, 4, dtype=torch.int64, device="meta")}, "targets is torch.int64 on meta"),
     "id too large": ({"input_ids": torch.full((2, 4), 10)}, "outside the vocabulary of 10"),
     "id negative": ({"input_ids": torch.full((2, 4), -1)}, "outside the vocabulary of 10"),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from training import metrics as mt
-from training.files import SaveFailed
+from errors import SaveFailed
+from training.during import metrics as mt
 
 ROOT = Path(__file__).parent.parent
 STEP = mt.StepMetrics(
@@ -104,7 +104,7 @@ def test_a_full_disk_keeps_lines_in_memory_fails_the_sync_and_loses_nothing(tmp_
 
 PARTLY_FULL = """
 import resource, sys
-from training import metrics as mt
+from training.during import metrics as mt
 file = mt.MetricsFile(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 200))
 for step in range(10):

@@ -13,9 +13,9 @@ from model.attention import (
     attend,
     cached_mask,
     choose_backend,
-    document_boundaries,
-    document_mask,
     rotary_frequencies,
+    segment_boundaries,
+    segment_mask,
 )
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.moe import balance_loss_sum, route
@@ -45,7 +45,7 @@ def pack(documents, length):
         "input_ids": torch.zeros(1, length, dtype=torch.long),
         "targets": torch.full((1, length), -100),
         "position_ids": torch.zeros(1, length, dtype=torch.long),
-        "document_ids": torch.full((1, length), -1),
+        "segment_ids": torch.full((1, length), -1),
     }
     start = 0
     for number, document in enumerate(documents):
@@ -54,7 +54,7 @@ def pack(documents, length):
         row["input_ids"][0, span] = torch.tensor(document[:-1])
         row["targets"][0, span] = torch.tensor(document[1:])
         row["position_ids"][0, span] = torch.arange(size)
-        row["document_ids"][0, span] = number
+        row["segment_ids"][0, span] = number
         start += size
     return row
 
@@ -158,7 +158,7 @@ def test_no_gradient_flows_from_one_document_into_another(flash_attn):
 
 
 def test_the_document_mask_allows_the_past_of_the_same_document_only():
-    mask = document_mask(torch.tensor([[0, 0, 1, 1, -1]]))[0, 0].int().tolist()
+    mask = segment_mask(torch.tensor([[0, 0, 1, 1, -1]]))[0, 0].int().tolist()
     assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
 
 
@@ -166,7 +166,7 @@ def test_the_document_mask_allows_the_past_of_the_same_document_only():
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("keep", [0, 1024])
 def test_attention_by_document_equals_the_mask_in_value_and_gradient(lengths, kv_heads, keep, monkeypatch):
-    monkeypatch.setattr("model.document_attention.KEEP", keep)
+    monkeypatch.setattr("model.segment_attention.KEEP", keep)
     generator = torch.Generator().manual_seed(2)
     ids = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)] + [torch.full((6,), -1)])
     ids = ids.expand(2, -1).contiguous()
@@ -174,8 +174,8 @@ def test_attention_by_document_equals_the_mask_in_value_and_gradient(lengths, kv
         torch.randn(2, ids.shape[1], heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads in (4, kv_heads, kv_heads)
     ]
-    by_document = attend(*inputs, AttentionPlan(document_ids=ids))
-    by_mask = attend(*inputs, AttentionPlan(mask=document_mask(ids))) * (ids >= 0)[:, :, None, None]
+    by_document = attend(*inputs, AttentionPlan(segment_ids=ids))
+    by_mask = attend(*inputs, AttentionPlan(mask=segment_mask(ids))) * (ids >= 0)[:, :, None, None]
     torch.testing.assert_close(by_document, by_mask)
     weight = torch.randn(by_mask.shape, generator=generator, dtype=torch.float64)
     expected = torch.autograd.grad((by_mask * weight).sum(), inputs)
@@ -186,7 +186,7 @@ def test_attention_by_document_equals_the_mask_in_value_and_gradient(lengths, kv
 def test_attention_by_document_keeps_float32_scores_for_bfloat16_inputs_under_autocast():
     generator = torch.Generator().manual_seed(2)
     exact = [torch.randn(1, 64, 4, 16, generator=generator, dtype=torch.bfloat16) * 3 for _ in range(3)]
-    plan = AttentionPlan(document_ids=torch.zeros(1, 64, dtype=torch.long))
+    plan = AttentionPlan(segment_ids=torch.zeros(1, 64, dtype=torch.long))
     reference = attend(*[x.double() for x in exact], plan)
     with torch.autocast("cpu", torch.bfloat16):
         error = (attend(*exact, plan).double() - reference).norm() / reference.norm()
@@ -195,14 +195,14 @@ def test_attention_by_document_keeps_float32_scores_for_bfloat16_inputs_under_au
 
 def test_document_boundaries_cut_at_rows_documents_and_padding():
     ids = torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]])
-    assert document_boundaries(ids).tolist() == [0, 2, 3, 4, 8]
-    assert document_boundaries(ids, multiple=3).tolist() == [0, 2, 3, 4, 8, 8, 8]
-    assert document_boundaries(ids, multiple=4).tolist() == [0, 2, 3, 4, 8]
+    assert segment_boundaries(ids).tolist() == [0, 2, 3, 4, 8]
+    assert segment_boundaries(ids, multiple=3).tolist() == [0, 2, 3, 4, 8, 8, 8]
+    assert segment_boundaries(ids, multiple=4).tolist() == [0, 2, 3, 4, 8]
 
 
 def test_flash_kernels_are_chosen_only_where_they_run():
     cpu = torch.device("cpu")
-    assert choose_backend("auto", cpu, torch.bfloat16, 0.0) == "documents"
+    assert choose_backend("auto", cpu, torch.bfloat16, 0.0) == "segments"
     assert choose_backend("auto", cpu, torch.bfloat16, 0.1) == "sdpa"
     assert choose_backend("auto", torch.device("mps"), torch.float32, 0.0) == "sdpa"
     assert choose_backend("varlen", cpu, torch.bfloat16, 0.0) == "varlen"
@@ -214,7 +214,7 @@ def test_flash_kernels_are_chosen_only_where_they_run():
 def test_a_batch_without_targets_has_loss_zero_and_zero_gradients_everywhere(moe):
     model = build(moe)
     ids = tokens()
-    out = model(ids, targets=torch.full_like(ids, -100), document_ids=torch.full_like(ids, -1))
+    out = model(ids, targets=torch.full_like(ids, -100), segment_ids=torch.full_like(ids, -1))
     out.loss.backward()
     assert out.loss.item() == 0.0 == out.logits_loss.item() + out.aux_loss.item()
     for name, parameter in model.named_parameters():
@@ -451,8 +451,8 @@ def test_norms_are_computed_in_float32_under_autocast_and_in_half_precision_mode
 def test_documents_do_not_go_with_a_cache():
     model = build()
     ids = tokens()
-    with pytest.raises(ValueError, match="document_ids are for training"):
-        model(ids, document_ids=torch.zeros_like(ids), use_cache=True)
+    with pytest.raises(ValueError, match="segment_ids are for training"):
+        model(ids, segment_ids=torch.zeros_like(ids), use_cache=True)
 
 
 @pytest.mark.slow
@@ -487,7 +487,7 @@ def test_the_kernels_for_cuda_are_called_with_shapes_and_types_they_take_forward
         model.attention_backend = "varlen"
         row = torch.zeros(2, 24, dtype=torch.int64)
         boundaries = torch.zeros(9, dtype=torch.int32)
-        loss = model(row, position_ids=row, document_ids=row, boundaries=boundaries, targets=row).loss
+        loss = model(row, position_ids=row, segment_ids=row, boundaries=boundaries, targets=row).loss
     loss.backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
     assert called == (["varlen_attn", "grouped_mm", "grouped_mm"] if moe else ["varlen_attn"]) * 2

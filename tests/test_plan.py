@@ -12,10 +12,10 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from runs import replaced, run_folder, train
+from training.before.cost import Plan, duration, make_plan, mebibytes, model_bytes
+from training.before.start_model import model_shape
 from training.config import Config
-from training.plan import Plan, duration, make_plan, mebibytes, model_bytes
 from training.schedule import Progress, make_layout, make_schedule
-from training.start_model import model_shape
 
 
 def shape(**settings) -> MiniMindForCausalLM:

@@ -51,7 +51,7 @@ def test_loader_processes_that_start_afresh_give_the_same_batches(dataset):
     assert len(ours) == len(theirs) == 4
     for mine, other in zip(ours, theirs, strict=True):
         assert isinstance(other, Batch)
-        for name in ("input_ids", "targets", "position_ids", "document_ids"):
+        for name in ("input_ids", "targets", "position_ids", "segment_ids"):
             assert torch.equal(getattr(mine, name), getattr(other, name))
     assert any(MISSING_ROW in rows for rows in sampler)
 

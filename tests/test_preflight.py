@@ -12,14 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataset.errors import DataError, UserError
+from errors import CheckpointError, DataError, Findings, UserError
 from runs import final_state, final_weights, launch, replaced, run_folder, same_bits, train
-from trainer_utils import environment_rank
-from training import preflight
-from training.config import Config
-from training.files import CheckpointError
-from training.preflight import (
-    Findings,
+from training.before import checks as preflight
+from training.before.checks import (
     check_disk,
     check_memory,
     check_torchrun,
@@ -27,6 +23,8 @@ from training.preflight import (
     host_memory_bytes,
     local_ranks,
 )
+from training.config import Config
+from training.launcher import environment_rank
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from training import receipt
+from training.saving import receipt
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,7 +55,7 @@ def test_the_loop_and_the_writer_s_thread_may_update_the_receipt_together(tmp_pa
 
 def test_environment_facts_import_no_package_and_are_json():
     code = (
-        "import sys, json\nfrom training import receipt\nfacts = receipt.environment_facts()\n"
+        "import sys, json\nfrom training.saving import receipt\nfacts = receipt.environment_facts()\n"
         "assert not {'transformers', 'tokenizers', 'swanlab'} & set(sys.modules)\nprint(json.dumps(facts))"
     )
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")

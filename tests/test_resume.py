@@ -26,12 +26,12 @@ from runs import (
     train,
     without,
 )
-from trainer_utils import World
-from training.checkpoint import find_checkpoints
+from training.before.begin import differences_between_ranks
+from training.before.prepare import prepare
 from training.config import load_config
-from training.live_state import named_parameters
-from training.prepare import prepare
-from training.run import differences_between_ranks
+from training.distributed import World
+from training.saving.checkpoint import find_checkpoints
+from training.saving.live_state import named_parameters
 
 STEPS = 13  # of an epoch of 52 rows, four a step
 
@@ -490,7 +490,7 @@ def test_the_receipt_says_what_ran_on_what_from_which_data_and_every_save_s_dige
 
 
 def test_a_start_that_repeats_the_one_before_is_not_noted_again(arguments, monkeypatch):
-    monkeypatch.setattr("training.run.git_state", lambda root: None)  # someone may commit meanwhile
+    monkeypatch.setattr("training.before.begin.git_state", lambda root: None)  # someone may commit meanwhile
     for stop in (2, 4, 6):
         train(arguments, "--from_resume", 1, "--stop_after", stop)
     record = json.loads((run_folder(arguments) / "run.json").read_text())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import small_run, write_corpus
 
+from errors import StopRequested
 from hooks import at_call, set_value
 from runs import (
     ROOT,
@@ -32,10 +33,10 @@ from runs import (
     train,
     without,
 )
-from trainer_utils import World
-from training.checkpoint import find_checkpoints
-from training.start_page import program
-from training.stopping import StopRequested, StopSignal
+from training.before.start_page import program
+from training.distributed import World
+from training.during.stopping import StopSignal
+from training.saving.checkpoint import find_checkpoints
 
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
 MICRO_BATCHES = 2  # of a step; `autocast` is entered once for each
@@ -111,8 +112,8 @@ def test_while_texts_are_tokenised_it_ends_at_once_and_leaves_nothing_half_done(
 @pytest.mark.parametrize(
     "place",
     [
-        at_call("training.run.rehearse", 1, "SIGTERM"),
-        at_call("training.run.start_tracker", 1, "SIGTERM"),
+        at_call("training.before.begin.rehearse", 1, "SIGTERM"),
+        at_call("training.before.begin.start_tracker", 1, "SIGTERM"),
         at_call("train_pretrain.autocast", 1, "SIGTERM"),
         at_call("train_pretrain.update_parameters", 1, "SIGTERM", after=True),
     ],
@@ -140,7 +141,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_resume_makes_up_for_it(words,
     val = write_corpus(tmp_path / "val.jsonl", documents=10, seed=3)
     words = [*words, "--val_path", str(val), "--eval_interval", "5"]
     finish(launch(words, "--save_weight", "w"))
-    finish(launch(words, hooks=[at_call("training.reporting.evaluate", call, "SIGTERM")]), expect=143)
+    finish(launch(words, hooks=[at_call("training.during.reporting.evaluate", call, "SIGTERM")]), expect=143)
     assert saved_step(words) == (5 if call == 1 else 13)
     assert status_of(words) == "stopped"
     assert_resume_is_bit_equal(words, whole)
@@ -151,7 +152,9 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_resume_makes_up_for_it(words,
 
 
 def test_a_signal_while_a_save_runs_waits_for_it_and_saves_the_last_step_too(words, whole):
-    finish(launch(words, hooks=[at_call("training.saver.write_checkpoint", 1, "SIGTERM", pause=0.5)]), expect=143)
+    finish(
+        launch(words, hooks=[at_call("training.saving.saver.write_checkpoint", 1, "SIGTERM", pause=0.5)]), expect=143
+    )
     steps = [step for step, _ in find_checkpoints(run_folder(words) / "resume")]
     assert steps[0] == 4
     assert steps[-1] >= 4
@@ -159,7 +162,7 @@ def test_a_signal_while_a_save_runs_waits_for_it_and_saves_the_last_step_too(wor
 
 
 def test_a_second_ctrl_c_stops_at_once_even_while_a_save_hangs(words, whole, tmp_path):
-    hook = at_call("training.saver.write_checkpoint", 2, "SIGINT SIGINT", pause=60)
+    hook = at_call("training.saving.saver.write_checkpoint", 2, "SIGINT SIGINT", pause=60)
     began = time.monotonic()
     finish(launch(words, hooks=[hook], log=tmp_path / "log"), expect=130)
     assert time.monotonic() - began < 40
@@ -234,7 +237,7 @@ def test_one_signalled_rank_stops_both_in_an_evaluation_and_in_the_first_step(wh
     hooks = {1: [at_call("train_pretrain.autocast", 1, "SIGTERM")]}
     finish(launch(words, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (0, "stopped")
-    hooks = {1: [at_call("training.reporting.evaluate", 1, "SIGTERM")]}
+    hooks = {1: [at_call("training.during.reporting.evaluate", 1, "SIGTERM")]}
     finish(launch(words, "--val_path", val, "--eval_interval", 3, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (3, "stopped")
 
@@ -242,7 +245,7 @@ def test_one_signalled_rank_stops_both_in_an_evaluation_and_in_the_first_step(wh
 def test_a_rank_that_waits_for_others_in_vain_leaves_when_told(whole_of_two, tmp_path):
     """Rank 1 is stopped before ranks have met: rank 0 hears nothing of it and sits in a C++ call."""
     words = replaced(whole_of_two["arguments"], save_dir=tmp_path)
-    quick = set_value("training.stopping.StopSignal.PATIENCE_SECONDS", 0.5)
+    quick = set_value("training.during.stopping.StopSignal.PATIENCE_SECONDS", 0.5)
     waiting, stopped = launch(words, ranks=2, hooks={0: [quick], 1: [at_call("train_pretrain.prepare", 1, "SIGTERM")]})
     stopped.join(60)
     assert stopped.exitcode == 143
@@ -254,7 +257,7 @@ def test_a_rank_that_waits_for_others_in_vain_leaves_when_told(whole_of_two, tmp
 
 def test_a_rank_that_gets_no_answer_leaves_alone_and_the_last_save_stays(whole_of_two, tmp_path):
     words = replaced(whole_of_two["arguments"], save_dir=tmp_path)
-    quick = set_value("training.stopping.StopSignal.PATIENCE_SECONDS", 0.5)
+    quick = set_value("training.during.stopping.StopSignal.PATIENCE_SECONDS", 0.5)
     stuck = at_call("train_pretrain.autocast", micro_batch(6, 2), "SIGSTOP")
     told = at_call("train_pretrain.autocast", micro_batch(6, 2), "SIGTERM")
     first, second = launch(words, ranks=2, hooks={0: [quick, told], 1: [stuck]})

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataset.errors import DataError
 from dataset.text_reader import TextReader, find_files
+from errors import DataError
 
 
 def read(data_path, text_key="text", bad_lines="stop"):

@@ -10,8 +10,8 @@ from tiny_tokenizer import TEXT, make_backend, make_folder
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
-from dataset.errors import DataError
 from dataset.text_tokenizer import TextTokenizer
+from errors import DataError
 
 UNSAFE_KINDS = ("none", "metaspace")
 SAFE_KINDS = ("gpt2", "cl100k", "words", "prefix")

@@ -15,10 +15,10 @@ from tiny_tokenizer import TEXT, make_backend, make_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dataset.token_cache as token_cache
-from dataset.errors import DataError
-from dataset.hashed_file import HashedFile
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open, count_shared
+from errors import DataError
+from storage.hashed_file import HashedFile
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 
-from training import tracker as module
+from training.during import tracker as module
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,7 +90,7 @@ def test_swanlab_without_a_login_runs_offline_and_leaves_our_hooks_and_stdout_al
 
 BLACK_HOLE = """
 import sys, time
-from training import tracker as module
+from training.during import tracker as module
 module.ONLINE_START_SECONDS = 1.0
 began = time.monotonic()
 tracker = module.start_tracker(True, "p", "r", {}, sys.argv[1], run_id="abc")
@@ -154,7 +154,7 @@ class FakeServer(BaseHTTPRequestHandler):
 
 ONLINE = """
 import sys, time
-from training import tracker as module
+from training.during import tracker as module
 module.FINISH_SECONDS = float(sys.argv[2])
 tracker = module.start_tracker(True, "p", "r", {"lr": 0.1}, sys.argv[1], run_id="abc")
 for step in range(20):

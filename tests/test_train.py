@@ -26,9 +26,9 @@ from runs import (
     train,
     without,
 )
-from training import reporting
 from training.config import load_config
-from training.evaluation import Evaluation
+from training.during import reporting
+from training.during.evaluation import Evaluation
 
 # --- a run and what it leaves ---
 

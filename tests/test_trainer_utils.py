@@ -11,16 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_utils import (
-    Throughput,
-    autocast,
-    build_optimizers,
-    choose_dtype,
-    get_lr,
-    set_learning_rate,
-    setup_seed,
-    update_parameters,
-)
+from trainer_utils import Throughput, autocast, set_learning_rate, setup_seed, update_parameters
+from training.device import choose_dtype
+from training.learning_rate import get_lr
+from training.optimizers import build_optimizers
 
 OPTIMIZER = {"optimizer": "adamw", "learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
 

@@ -27,7 +27,7 @@ from conftest import small_run, write_corpus  # noqa: E402 - found by the line a
 
 from hooks import Hook, at_call, record_rows  # noqa: E402
 from runs import final_weights, launch, logged, replaced, run_folder, same_bits, without  # noqa: E402
-from training.checkpoint import find_checkpoints  # noqa: E402
+from training.saving.checkpoint import find_checkpoints  # noqa: E402
 
 Rows = dict[int, list[int]]  # step -> row ids, rank after rank, missing ones left out
 
@@ -106,9 +106,9 @@ def die_at_the_edges(run: Attempts, steps_per_epoch: int, times: int = 2) -> Non
     and when all is saved; each place `times` in a row. Leaves the run finished."""
     for place in (
         lambda: at_step(run.words, 3),
-        lambda: at_call("training.saver.write_weights", 1, "SIGKILL", after=True),
-        lambda: at_call("training.checkpoint._move_into_place", 1, "SIGKILL"),
-        lambda: at_call("training.saver.prune", 1, "SIGKILL"),
+        lambda: at_call("training.saving.saver.write_weights", 1, "SIGKILL", after=True),
+        lambda: at_call("training.saving.checkpoint._move_into_place", 1, "SIGKILL"),
+        lambda: at_call("training.saving.saver.prune", 1, "SIGKILL"),
         lambda: at_step(run.words, steps_per_epoch),
         lambda: at_step(run.words, 2 * steps_per_epoch),
     ):

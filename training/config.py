@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataset.errors import UserError
+from errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_FOLDER = ROOT / "dataset" / "sample"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer_utils import get_lr
 from training.config import Config
+from training.learning_rate import get_lr
 
 
 @dataclass

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataset.errors import UserError
-from dataset.hashed_file import HashedFile, sync
+from errors import SaveFailed
+from storage.hashed_file import HashedFile, sync
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -29,18 +29,6 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-class CheckpointError(UserError):
-    """A checkpoint or weights file cannot be used; the text says which, why and what to do."""
-
-
-class SaveFailed(RuntimeError):
-    """A save did not come about (disk full, no permission ...); what was saved before is untouched."""
-
-
-class NonFinite(RuntimeError):
-    """Gradients, parameters or optimizer state hold NaN or infinity; nothing was saved from them."""
 
 
 def temporary_name(path: Path) -> Path:

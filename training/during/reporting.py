@@ -8,15 +8,16 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from errors import NonFinite
 from model.sampling import sample_text
-from trainer_utils import autocast, peak_memory_gib
-from training.compiling import uncompiled
+from trainer_utils import autocast
+from training.before.begin import Run
+from training.before.compiling import uncompiled
 from training.config import SAMPLE_FOLDER
-from training.evaluation import Evaluation, evaluate, floor_report
-from training.files import NonFinite
-from training.live_state import unwrap
-from training.metrics import StepMetrics, format_log_line
-from training.run import Run
+from training.device import peak_memory_gib
+from training.during.evaluation import Evaluation, evaluate, floor_report
+from training.during.metrics import StepMetrics, format_log_line
+from training.saving.live_state import unwrap
 
 SKIPS_IN_A_ROW_LIMIT = 10
 

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dataset.errors import UserError
-from trainer_utils import World, autocast, build_optimizers, losses_of, to_device, update_parameters
+from errors import UserError
+from trainer_utils import autocast, losses_of, to_device, update_parameters
 from training.config import Config
-from training.live_state import capture_rng, restore_rng
+from training.distributed import World
+from training.optimizers import build_optimizers
+from training.saving.live_state import capture_rng, restore_rng
 from training.schedule import StepLayout
 
 CPU_POSITIONS = 1024  # a micro-batch of this many is enough to judge a processor's speed

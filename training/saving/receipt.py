@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from training.files import write_json_atomic
+from storage.files import write_json_atomic
 
 
 class Receipt:

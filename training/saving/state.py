@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dataset.errors import UserError
-from training.checkpoint import Checkpoint
+from errors import UserError
 from training.config import FIXED, SHOWN, Config, changed_settings
-from training.live_state import (
+from training.during.metrics import DivergenceWatch
+from training.saving.checkpoint import Checkpoint
+from training.saving.live_state import (
     capture_rng,
     flatten_optimizer,
     flatten_parameters,
@@ -21,7 +22,6 @@ from training.live_state import (
     restore_parameters,
     restore_rng,
 )
-from training.metrics import DivergenceWatch
 from training.schedule import Progress, Schedule, StepLayout
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataset.errors import UserError
+from errors import CheckpointError, UserError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer_utils import setup_seed
 from training.config import Config, resolve_path
-from training.files import CheckpointError
-from training.live_state import restore_parameters
-from training.weights import read_weights
+from training.saving.live_state import restore_parameters
+from training.saving.weights import read_weights
 
 
 def model_config(config: Config, tokenizer: Any) -> MiniMindConfig:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_utils import World
-from training.checkpoint import prune, read_manifest, weights_digest, write_checkpoint
+from errors import NonFinite, SaveFailed
+from storage.files import all_finite
 from training.config import Config
-from training.files import NonFinite, SaveFailed, all_finite
-from training.metrics import MetricsFile
-from training.receipt import Receipt
-from training.resume import TrainingState
-from training.weights import write_weights
+from training.distributed import World
+from training.during.metrics import MetricsFile
+from training.saving.checkpoint import prune, read_manifest, weights_digest, write_checkpoint
+from training.saving.receipt import Receipt
+from training.saving.state import TrainingState
+from training.saving.weights import write_weights
 
 
 @dataclass

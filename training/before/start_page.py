@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from dataset.lm_dataset import PretrainDataset
-from trainer_utils import is_torchrun_worker
+from training.before.prepare import Prepared
 from training.config import OPTIONS, ROOT, Config
-from training.prepare import Prepared
-from training.resume import TrainingState, describe_changes
+from training.launcher import is_torchrun_worker
+from training.saving.state import TrainingState, describe_changes
 
 
 def start_page(prepared: Prepared, world_size: int, state: TrainingState) -> list[str]:

@@ -12,16 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataset.hashed_file import HashedFile, file_digest, sync
-from training.files import (
-    CheckpointError,
-    SaveFailed,
-    all_finite,
-    remove_quietly,
-    temporary_name,
-    write_json_atomic,
-)
-from training.live_state import plain_name
+from errors import CheckpointError, SaveFailed
+from storage.files import all_finite, remove_quietly, temporary_name, write_json_atomic
+from storage.hashed_file import HashedFile, file_digest, sync
+from training.saving.live_state import plain_name
 
 
 def half_precision(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dataset.errors import UserError
-from trainer_utils import World
+from errors import UserError
+from training.distributed import World
 
 # What was measured, or may be expected (CUDA), for `auto`: seconds before the first step, share of a step saved.
 COMPILE_SECONDS = {"cpu": 30.0, "cuda": 60.0}

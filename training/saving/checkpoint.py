@@ -18,14 +18,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dataset.hashed_file import HashedFile, file_digest, sync
-from training.files import (
-    CheckpointError,
-    SaveFailed,
-    json_bytes,
-    remove_quietly,
-    write_tensors,
-)
+from errors import CheckpointError, SaveFailed
+from storage.files import json_bytes, remove_quietly, write_tensors
+from storage.hashed_file import HashedFile, file_digest, sync
 
 FORMAT_VERSION = 1
 SAVE_NAME = re.compile(r"step_(\d{8,})")

@@ -12,21 +12,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataset.lm_dataset import PretrainDataset
 from dataset.text_tokenizer import TextTokenizer
-from trainer_utils import Throughput, World, build_optimizers, choose_dtype, set_deterministic, setup_seed
-from training.checkpoint import Checkpoint
-from training.compiling import choose_compile, compile_model
+from errors import refuse
+from trainer_utils import Throughput, setup_seed
+from training.before.compiling import choose_compile, compile_model
+from training.before.dry_step import memory_errors, rehearse
+from training.before.prepare import Prepared
+from training.before.start_page import start_page
 from training.config import ROOT, Config
-from training.dry_step import memory_errors, rehearse
-from training.live_state import capture_rng
-from training.metrics import Console, DivergenceWatch
-from training.prepare import Prepared, refuse
-from training.receipt import environment_facts, git_state
-from training.resume import TrainingState
-from training.run_folder import folder_errors, open_run_folder
-from training.saver import Saver
-from training.start_page import start_page
-from training.stopping import StopSignal
-from training.tracker import Tracker, start_tracker
+from training.device import choose_dtype, set_deterministic
+from training.distributed import World
+from training.during.metrics import Console, DivergenceWatch
+from training.during.stopping import StopSignal
+from training.during.tracker import Tracker, start_tracker
+from training.optimizers import build_optimizers
+from training.saving.checkpoint import Checkpoint
+from training.saving.live_state import capture_rng
+from training.saving.receipt import environment_facts, git_state
+from training.saving.run_folder import folder_errors, open_run_folder
+from training.saving.saver import Saver
+from training.saving.state import TrainingState
 
 
 @dataclass

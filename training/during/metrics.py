@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.files import SaveFailed, write_file_atomic
+from errors import SaveFailed
+from storage.files import write_file_atomic
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,20 @@ from typing import Any
 from filelock import FileLock
 from torch import nn
 
-from dataset.errors import UserError
 from dataset.lm_dataset import PretrainDataset, choose_documents
 from dataset.make_sample import make_sample
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import TokenCache, build_or_open, count_shared
-from trainer_utils import environment_rank, prepare_allocator
-from training.checkpoint import Checkpoint, load_newest
+from errors import Findings, UserError, refuse
+from training.before.checks import check_model, check_plan, check_run_folder, check_settings, check_torchrun
+from training.before.cost import Plan, make_plan
+from training.before.start_model import init_model, model_shape
 from training.config import SAMPLE_FOLDER, Config, resolve_path, resolve_paths, with_saved
-from training.plan import Plan, make_plan
-from training.preflight import Findings, check_model, check_plan, check_run_folder, check_settings, check_torchrun
-from training.resume import check_identity
+from training.device import prepare_allocator
+from training.launcher import environment_rank
+from training.saving.checkpoint import Checkpoint, load_newest
+from training.saving.state import check_identity
 from training.schedule import Progress, Schedule, StepLayout, make_layout, make_schedule
-from training.start_model import init_model, model_shape
 
 
 @dataclass
@@ -86,11 +87,6 @@ def prepare(config: Config) -> Prepared:
     return Prepared(
         config, tokenizer, dataset, validation, checkpoint, identity, progress, layout, schedule, plan, model
     )
-
-
-def refuse(problems: list[str]) -> None:
-    if problems:
-        raise UserError(problems)
 
 
 def find_save(config: Config) -> Checkpoint | None:

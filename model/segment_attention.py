@@ -1,12 +1,12 @@
-"""Causal attention inside each document of a packed batch, document by document, for the CPU.
+"""Causal attention inside each segment of a packed batch, segment by segment, for the CPU.
 
 A masked kernel computes all seq x seq scores of a row and throws most of them away; here only the pairs that may attend
 are computed, as plain matrix products. Forward and backward of 4,096 positions in bfloat16 (8 heads of 64, one thread
-of an AMD EPYC with AVX512-BF16) take 44 ms against 160 ms for `scaled_dot_product_attention` with a document mask in
-rows of 512 and documents of 200, and 77 against 156 ms where one document fills each row.
+of an AMD EPYC with AVX512-BF16) take 44 ms against 160 ms for `scaled_dot_product_attention` with a segment mask in
+rows of 512 and segments of 200, and 77 against 156 ms where one segment fills each row.
 
 Scores and softmax are float32 (float64 for float64 inputs); the products with probabilities run in the inputs' dtype,
-as in flash attention. A document gets bit for bit the same result wherever it lies in a batch.
+as in flash attention. A segment gets bit for bit the same result wherever it lies in a batch.
 
 It is a registered operator, so that a compiled model calls it as it stands: its loops depend on the data.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model.dtypes import wide_dtype
 
-BLOCK = 256  # queries at a time: a long document's future keys are not computed, and scores stay in the cache
+BLOCK = 256  # queries at a time: a long segment's future keys are not computed, and scores stay in the cache
 KEEP = 1024  # up to this row length backward gets the probabilities from forward; beyond, it makes them again
 
 
@@ -32,19 +32,19 @@ class Piece(NamedTuple):
     offset: int
 
 
-def document_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
-    """q [batch, seq, heads, head_dim], k, v [batch, seq, kv_heads, head_dim], document_ids [batch, seq], -1 = padding.
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> Tensor:
+    """q [batch, seq, heads, head_dim], k, v [batch, seq, kv_heads, head_dim], segment_ids [batch, seq], -1 = padding.
 
     Returns [batch, seq, heads, head_dim], zero at padding. Query head h uses key head h // (heads / kv_heads).
     """
-    return _document_attention(q, k, v, document_ids)[0]
+    return _segment_attention(q, k, v, segment_ids)[0]
 
 
-def _pieces(document_ids: Tensor, heads: int) -> Iterator[Piece]:
-    """Documents of the flattened batch cut into blocks of queries; a new row starts a new document."""
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    flat = document_ids.flatten()
+def _pieces(segment_ids: Tensor, heads: int) -> Iterator[Piece]:
+    """Segments of the flattened batch cut into blocks of queries; a new row starts a new segment."""
+    starts = torch.ones_like(segment_ids, dtype=torch.bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    flat = segment_ids.flatten()
     edges = starts.flatten().nonzero().flatten()
     real = (flat[edges] >= 0).tolist()
     bounds = [*edges.tolist(), flat.numel()]
@@ -93,17 +93,17 @@ def _probabilities(flat_q: Tensor, flat_k: Tensor, piece: Piece, future: Tensor)
     return scores.softmax(dim=-1)
 
 
-@torch.library.custom_op("minimind::document_attention", mutates_args=(), device_types="cpu")
-def _document_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("minimind::segment_attention", mutates_args=(), device_types="cpu")
+def _segment_attention(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
     batch, seq, heads, _ = q.shape
     kv_heads = k.shape[2]
     out = torch.zeros(q.shape, dtype=q.dtype)
-    # Room for the longest documents, of which only what is written costs memory; backward reads it.
+    # Room for the longest segments, of which only what is written costs memory; backward reads it.
     buffer = torch.empty(batch * seq if seq <= KEEP else 0, heads, seq, dtype=q.dtype)
     flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (q, k, v, out))
     future = _future(seq, heads // kv_heads, wide_dtype(q.dtype))
     with torch.autocast("cpu", enabled=False):
-        for piece in _pieces(document_ids, heads):
+        for piece in _pieces(segment_ids, heads):
             probabilities = _probabilities(flat_q, flat_k, piece, future).to(q.dtype)
             if seq <= KEEP:
                 _kept_slice(buffer, piece, heads, kv_heads).copy_(probabilities)
@@ -112,16 +112,16 @@ def _document_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -
     return out, buffer
 
 
-@torch.library.custom_op("minimind::document_attention_backward", mutates_args=(), device_types="cpu")
-def _document_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, buffer: Tensor
+@torch.library.custom_op("minimind::segment_attention_backward", mutates_args=(), device_types="cpu")
+def _segment_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor, buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     seq, heads, kv_heads, scale = q.shape[1], q.shape[2], k.shape[2], q.shape[3] ** -0.5
     grads = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
     flat_grad, flat_q, flat_k, flat_v, grad_q, grad_k, grad_v = (x.flatten(0, 1) for x in (grad, q, k, v, *grads))
     future = _future(seq, heads // kv_heads, wide_dtype(q.dtype))
     with torch.autocast("cpu", enabled=False):
-        for piece in _pieces(document_ids, heads):
+        for piece in _pieces(segment_ids, heads):
             start, first, last, _ = piece
             if seq <= KEEP:
                 probabilities = _kept_slice(buffer, piece, heads, kv_heads)
@@ -136,13 +136,13 @@ def _document_attention_backward(
     return grads[0], grads[1], grads[2]
 
 
-@_document_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor]:
+@_segment_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
     batch, seq, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(batch * seq if seq <= KEEP else 0, heads, seq)
 
 
-@_document_attention_backward.register_fake
+@_segment_attention_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -155,7 +155,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tenso
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return None, None, None, None
-    return *_document_attention_backward(grad, *ctx.saved_tensors), None
+    return *_segment_attention_backward(grad, *ctx.saved_tensors), None
 
 
-_document_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+_segment_attention.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -13,15 +13,15 @@ from pathlib import Path
 import yaml
 from filelock import FileLock, Timeout
 
-from dataset.errors import UserError
-from training.checkpoint import clean_leftovers, weights_digest
+from errors import UserError
+from storage.files import write_file_atomic
+from training.before.prepare import Prepared
 from training.config import ONE_START_ONLY, Config
-from training.files import write_file_atomic
-from training.metrics import MetricsFile
-from training.prepare import Prepared
-from training.receipt import Receipt
-from training.resume import TrainingState
-from training.saver import RunFiles
+from training.during.metrics import MetricsFile
+from training.saving.checkpoint import clean_leftovers, weights_digest
+from training.saving.receipt import Receipt
+from training.saving.saver import RunFiles
+from training.saving.state import TrainingState
 
 LOCK_SECONDS = 10.0  # loader processes of a killed run hold its lock until they notice, at most 5 s later
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from training.files import CheckpointError
+from errors import CheckpointError
 
 # --- parameters and optimizers ---
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from trainer_utils import is_hidden_matrix
 from training.config import Config
+from training.optimizers import is_hidden_matrix
 from training.schedule import Schedule, StepLayout
 
 

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer_utils import World, losses_of, to_device
-from training.metrics import perplexity
-from training.stopping import StopRequested, StopSignal
+from errors import StopRequested
+from trainer_utils import losses_of, to_device
+from training.distributed import World
+from training.during.metrics import perplexity
+from training.during.stopping import StopSignal
 
 
 @dataclass(frozen=True)

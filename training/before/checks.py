@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dataset.errors import UserError
 from dataset.text_reader import find_files
-from trainer_utils import choose_device, environment_rank
+from errors import Findings
+from training.before.cost import Plan, model_bytes
+from training.before.start_model import find_weights
 from training.config import Config, resolve_path, resolve_paths
-from training.plan import Plan, model_bytes
-from training.start_model import find_weights
+from training.device import choose_device
+from training.launcher import environment_rank
 
 # --- settings ---
 
@@ -30,18 +29,6 @@ def check_settings(config: Config) -> list[str]:
         *check_device(config),
         *check_combinations(config),
     ]
-
-
-class Findings(list[str]):
-    """Problems gathered from calls that raise them, so that they are all reported in one go."""
-
-    def of(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What the call returns, or None with its problems noted."""
-        try:
-            return call(*arguments)
-        except UserError as error:
-            self.extend(error.problems)
-            return None
 
 
 def check_shapes(config: Config) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dataset.errors import DataError
-from dataset.hashed_file import HashedFile, file_digest, sync
+from errors import DataError
+from storage.hashed_file import HashedFile, file_digest, sync
 
 METADATA = "metadata.json"
 WAIT_SECONDS = 0.25

@@ -16,12 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer_utils import World, environment_rank, is_torchrun_worker
-
-
-class StopRequested(BaseException):
-    """Raised at a point where a run told to stop may stop. Not an Exception: nobody should swallow it."""
-
+from errors import StopRequested
+from training.distributed import World
+from training.launcher import environment_rank, is_torchrun_worker
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
