@@ -17,7 +17,8 @@ from model.attention import segment_boundaries
 from runs import command, environment, final_state, finish, largest_difference, launch, logged, replaced, train
 from runs import final_weights as weights_of
 from training.before import compiling
-from training.before.compiling import (
+from training.before.prepare import prepare
+from training.compiling import (
     COMPILE_SECONDS,
     MARGIN,
     SHARE_SAVED,
@@ -26,7 +27,6 @@ from training.before.compiling import (
     compiler_problem,
     uncompiled,
 )
-from training.before.prepare import prepare
 from training.config import load_config
 from training.distributed import World
 

@@ -11,11 +11,12 @@ import torch
 
 from dataset.text_reader import find_files
 from errors import Findings
-from training.before.cost import Plan, model_bytes
+from training.before.cost import model_bytes
 from training.before.start_model import find_weights
 from training.config import Config, resolve_path, resolve_paths
 from training.device import choose_device
 from training.launcher import environment_rank
+from training.schedule import Clock
 
 # --- settings ---
 
@@ -241,27 +242,27 @@ def local_ranks() -> int:
 # --- once data and model are known ---
 
 
-def check_plan(config: Config, plan: Plan, world_size: int, step: int) -> list[str]:
+def check_plan(config: Config, clock: Clock, world_size: int, step: int) -> list[str]:
     """Problems that only show once data and model are known: steps, ranks, disk space."""
     problems = []
-    if plan.total_steps < max(step, 1) and not config.eval_only:
+    if clock.total_steps < max(step, 1) and not config.eval_only:
         flag = "max_steps" if config.max_steps else "epochs"
         problems.append(
             f"--{flag} {getattr(config, flag)}: the saved run is at step {step}, past the end this gives; raise it"
         )
-    problems += check_steps(config, plan.total_steps)
+    problems += check_steps(config, clock.total_steps)
     if 0 < config.stop_after < step and not config.eval_only:
         problems.append(f"--stop_after {config.stop_after}: the saved run is at step {step}; stop later or drop it")
-    rows = min(plan.global_batch_size, plan.rows)
+    rows = min(clock.global_batch_size, clock.rows)
     if world_size > rows:
         problems.append(
             f"environment: WORLD_SIZE={world_size}: a step has {rows} rows, fewer than ranks; start {rows} ranks at "
             "most, or give more text or a larger --global_batch_size"
         )
     for name in ("save_interval", "eval_interval"):
-        if name in config.flags and getattr(config, name) > plan.total_steps and not config.eval_only:
+        if name in config.flags and getattr(config, name) > clock.total_steps and not config.eval_only:
             problems.append(
-                f"--{name} {getattr(config, name)}: the run has {plan.total_steps} steps; its end counts anyway, so "
+                f"--{name} {getattr(config, name)}: the run has {clock.total_steps} steps; its end counts anyway, so "
                 "use 0 or fewer steps"
             )
     return problems
