@@ -101,6 +101,7 @@ def run_config(config: Config, stop: StopSignal, held: ExitStack, listener: List
 
 def train(run: Run) -> None:
     """Train from where the state stands to the last step, epoch by epoch."""
+    run.notify("begun")
     run.model.train()
     progress, clock = run.state.progress, run.clock
     ends_epoch = progress.rows_seen % clock.rows == 0
@@ -123,6 +124,7 @@ def train_epoch(run: Run, steps: Steps) -> None:
         lr = run.clock.lr(step.position)
         set_learning_rate(run.state.optimizers, lr)
         losses = forward_backward(run, step, batches)
+        run.notify("gradients")
         grad_norm, finite = update_parameters(run.model, run.state.optimizers, run.state.scaler, run.config.grad_clip)
         run.finish_step(step, finite)
         if log_is_due(run, step):
@@ -140,7 +142,7 @@ def forward_backward(run: Run, step: StepRows, batches: Iterator[Batch]) -> Tens
     shares = torch.zeros(3, device=world.device, dtype=torch.get_default_dtype())
     divisor = torch.full((), float(step.target_count), device=world.device)  # filled there: a copy would be a host sync
     micro_batches = step.micro_batch_count(run.choices.batch_size, world.size)
-    for index, batch in enumerate(batches, start=1):
+    for index, batch in zip(range(1, micro_batches + 1), batches, strict=False):
         run.notify("micro-batch")
         is_last = index == micro_batches
         # Gradients travel between ranks once a step, with the last micro-batch.

@@ -135,8 +135,8 @@ class PretrainDataset(Dataset):
             targets[last - 1] = input_ids[last] = self.cache.eos_id
             position_ids[last], segment_ids[last] = length, 0
         boundaries = _boundaries(arrays[3])
-        ids, targets, positions, segments = map(torch.from_numpy, arrays)
-        return Batch(ids, targets, positions, segments, torch.from_numpy(boundaries), int(np.diff(boundaries).max()))
+        ids, next_ids, positions, segments, starts = map(torch.from_numpy, (*arrays, boundaries))
+        return Batch(ids, next_ids, positions, segments, starts, longest=int(np.diff(boundaries).max()))
 
     @property
     def fingerprint(self) -> str:

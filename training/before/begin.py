@@ -40,8 +40,9 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal, listener: List
     refuse(differences_between_ranks(prepared, world))  # all ranks
     set_deterministic(bool(config.deterministic))
     choices, notes = resolve_choices(prepared, world)
+    bare_model: nn.Module = prepared.model
     with memory_errors("the model"):
-        model = prepared.model.to(device=world.device)
+        model = bare_model.to(world.device)
     config, choices, measured, more = rehearse(prepared, choices, world)  # all ranks; before it is wrapped or compiled
     notes += more
     predicted = predict(prepared.cost, clock, choices, progress.rows_seen, progress.step, measured)
