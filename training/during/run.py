@@ -28,7 +28,7 @@ from training.saving.saver import Saver
 from training.saving.state import TrainingState
 from training.schedule import Clock
 
-Listener = Callable[[str, "Run"], None]  # told of: begun, micro-batch, gradients, step, evaluating, evaluated, saved, leaving
+Listener = Callable[[str, "Run"], None]  # told of begun, micro-batch, gradients, step, evaluating ...
 Steps = Generator[tuple[StepRows, Iterator[Batch]], None, None]
 
 
