@@ -15,10 +15,11 @@ from filelock import FileLock, Timeout
 
 from errors import UserError
 from storage.files import write_file_atomic
+from storage.folders import clean_leftovers
 from training.before.prepare import Prepared
 from training.config import ONE_START_ONLY, Config
 from training.during.metrics import MetricsFile
-from training.saving.checkpoint import clean_leftovers, weights_digest
+from training.saving.checkpoint import weights_digest
 from training.saving.receipt import Receipt
 from training.saving.saver import RunFiles
 from training.saving.state import TrainingState

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from errors import NonFinite, SaveFailed
-from storage.files import all_finite
+from storage.tensors import all_finite
 from training.config import Config
 from training.distributed import World
 from training.during.metrics import MetricsFile
-from training.saving.checkpoint import prune, read_manifest, weights_digest, write_checkpoint
+from training.saving.checkpoint import checkpoint_folder, prune, weights_digest, write_checkpoint
 from training.saving.receipt import Receipt
 from training.saving.state import TrainingState
 from training.saving.weights import write_weights
@@ -184,8 +184,8 @@ class Saver:
             write_weights(self.folder / f"{name}_best.pth", weights, card)
             self._best_on_disk = progress["best_val_loss"], step
         if self.config.save_state:
-            saved = write_checkpoint(self.config.resume_folder, step, tensors, facts)
-            digest, folder = weights_digest(read_manifest(saved)), str(saved.relative_to(self.folder))
+            digest = weights_digest(write_checkpoint(self.config.resume_folder, step, tensors, facts))
+            folder = str(checkpoint_folder(self.config.resume_folder, step).relative_to(self.folder))
             prune(self.config.resume_folder, self.config.keep_checkpoints, {step, progress["best_step"]})
         self.last_good_step = step
         self.files.receipt.add_save(step, digest, folder)
