@@ -170,6 +170,103 @@ def test_a_crash_between_the_renames_of_a_replacement_leaves_a_save_of_that_step
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 
 
+# --- amending ---
+def inodes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
+
+
+def test_amending_replaces_the_state_and_no_tensor(tmp_path):
+    folder = save(tmp_path, 4, note="first")
+    before, files_before = inodes(folder), json.loads((folder / "manifest.json").read_text())["files"]
+    manifest = checkpoint.amend_checkpoint(tmp_path, 4, {"step": 4, "note": "second"})
+    found = checkpoint.load_newest(tmp_path)
+    assert found is not None and found.state == {"step": 4, "note": "second"} and found.manifest == manifest
+    assert inodes(folder) == before
+    assert {**manifest["files"], "state.json": None} == {**files_before, "state.json": None}
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
+
+
+def test_amending_copies_where_the_disk_has_no_links(tmp_path, monkeypatch):
+    folder = save(tmp_path, 4, note="first")
+    before = inodes(folder)
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    checkpoint.amend_checkpoint(tmp_path, 4, {"note": "second"})
+    found = checkpoint.load_newest(tmp_path)
+    assert found is not None and found.state == {"note": "second"} and found.damaged == []
+    assert not set(inodes(folder).values()) & set(before.values())
+
+
+def test_an_amendment_that_fails_leaves_the_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 4, note="first")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(SaveFailed, match=r"step 4.*No space left on device"):
+            checkpoint.amend_checkpoint(tmp_path, 4, {"note": "second"})
+    found = checkpoint.load_newest(tmp_path)
+    assert found is not None and found.state["note"] == "first"
+    with pytest.raises(CheckpointError, match=r"step_00000005 has no manifest\.json"):
+        checkpoint.amend_checkpoint(tmp_path, 5, {})
+
+
+KILLED_AMENDER = """
+import os, sys
+from pathlib import Path
+import torch
+from storage import folders
+from training.saving import checkpoint
+folder = Path(sys.argv[1])
+whole = {"model": {"w": torch.arange(1000.0)}, "optimizer": {"w/m": torch.ones(1000)}}
+
+def kill_at(number):
+    calls = 0
+    for name in ("mkdir", "link", "fsync", "rename", "replace", "unlink", "rmdir"):
+        def counted(*arguments, call=getattr(os, name), **options):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os._exit(9)
+            return call(*arguments, **options)
+        setattr(os, name, counted)
+
+seen, number, status = [], 0, 9
+while status == 9:
+    number += 1
+    checkpoint.write_checkpoint(folder, 4, whole, {"note": "old"})
+    pid = os.fork()
+    if pid == 0:
+        kill_at(number)
+        checkpoint.amend_checkpoint(folder, 4, {"note": "new"})
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    for _ in range(2):  # before and after the leftovers are cleaned
+        found = checkpoint.load_newest(folder)
+        assert found.step == 4 and found.damaged == []
+        assert torch.equal(found.load("model")["w"], whole["model"]["w"])
+        seen.append(found.state["note"])
+        folders.clean_leftovers(folder)
+    assert [path.name for path in folder.iterdir()] == ["step_00000004"]
+assert status == 0 and seen == sorted(seen, reverse=True) and set(seen) == {"old", "new"}, (status, seen)
+print("killed at", number - 1, "calls")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_call_an_amendment_is_old_or_new(tmp_path):
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-c", KILLED_AMENDER, str(tmp_path / "resume")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[2]) > 10
+
+
 # --- pruning ---
 def test_prune_keeps_the_newest_and_the_named_ones(tmp_path):
     for step in (10, 20, 30, 40, 50):
@@ -193,6 +290,7 @@ def write_for_ever(first, report):
         tensors = {"model": {"w": torch.full((200_000,), value)}, "optimizer": {"w/m": torch.full((50_000,), value)}}
         for repeat in range(2):  # the second replaces the first
             checkpoint.write_checkpoint(folder, step, tensors, {"step": step})
+        checkpoint.amend_checkpoint(folder, step, {"step": step})
         checkpoint.prune(folder, 1, {step})
         os.write(report, f"{step}\\n".encode())
 

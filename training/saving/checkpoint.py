@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from errors import CheckpointError, SaveFailed
-from storage.files import disk_errors, json_bytes, remove_quietly, write_file
+from storage.files import disk_errors, json_bytes, link_or_copy, remove_quietly, write_file
 from storage.folders import find_folders, new_folder, remove_folder, usual_path
 from storage.manifests import check_folder, write_manifest
 from storage.tensors import write_tensors
@@ -46,6 +46,27 @@ def write_checkpoint(
         return {name: write_tensors(folder / name, entries) for name, entries in files.items()}
 
     return _write(resume_dir, step, write_all, state)
+
+
+def amend_checkpoint(resume_dir: Path, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the state of a completed checkpoint, and only that; returns the new manifest.
+
+    The tensor files get a second name in a new folder (copied where the disk has no such links), which takes the place
+    of the old one as a whole: after a crash at any instant the old or the new checkpoint is there. Raises
+    CheckpointError if there is none to amend, SaveFailed, which leaves it as it was.
+    """
+    folder = checkpoint_folder(resume_dir, step)
+    manifest, problems = _check(folder, rehash=False)
+    if problems:
+        raise CheckpointError(problems)
+    kept = {name: entry for name, entry in manifest["files"].items() if name != "state.json"}
+
+    def link_all(new: Path) -> dict[str, Any]:
+        for name in kept:
+            link_or_copy(folder / name, new / name)
+        return kept
+
+    return _write(resume_dir, step, link_all, state)
 
 
 def _write(
