@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import CheckpointError
+from errors import CheckpointError, SaveFailed
 from storage.files import (
     HashedFile,
+    disk_errors,
     file_digest,
+    link_or_copy,
     new_file,
+    write_file_atomic,
     write_json_atomic,
 )
+from storage.folders import clean_leftovers
 from storage.tensors import all_finite
 from training.saving.live_state import plain_name
 
@@ -136,3 +140,51 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} holds no state dict (tensor name -> tensor): is it a file of another program?")
     return {plain_name(name): tensor for name, tensor in weights.items()}, description
+
+
+def publish_copy(source: Path, target: Path, **fields: Any) -> str:
+    """Give the weights file `target` the content of `source` and its description, with some `fields` other or more;
+    returns the SHA-256. Replaces `target` as a whole.
+
+    Where the disk has hard links, both are names of one file: no time, no space. `write_weights` replaces files and
+    never writes into one, so neither changes with the other. Raises CheckpointError for a source that is damaged or not
+    described, SaveFailed.
+    """
+    return _link(source, target, {**_description_of(source), **fields})
+
+
+def publish_flat(run_folder: Path, save_dir: Path, run_name: str) -> str:
+    """Publish a run's weights as `save_dir/<name>_<hidden>[_moe].pth`, where MiniMind's eval_llm.py and its trainers'
+    --from_weight look. Returns a line that says what happened.
+
+    A file that lies there already is replaced only if this run put it there: published.txt in the run's folder holds
+    the digests of what it did. MiniMind's own trainers write into such a file: one that is given the run's name and
+    folder changes both names of it, and the digest in the description then tells. Main process only, with the run's
+    lock held. Raises what `publish_copy` does.
+    """
+    source, target = run_folder / f"{run_name}.pth", save_dir / f"{run_name}.pth"
+    description, record = _description_of(source), run_folder / "published.txt"
+    with disk_errors(lambda why: SaveFailed(f"could not publish {source} as {target}: {why}")):
+        there = file_digest(target) if target.exists() else ""
+        known = record.read_text().split() if record.exists() else []
+        clean_leftovers(save_dir, target.name)
+    if there and there not in (description["sha256"], *known):
+        return f"Not published as {target}: the file there is not of this run; move it away, or take {source}"
+    write_file_atomic(record, f"{there}\n{description['sha256']}\n")  # first: after a kill one of them is there
+    _link(source, target, description)
+    return f"Published as {target}, where MiniMind's scripts look"
+
+
+def _description_of(source: Path) -> dict[str, Any]:
+    description = read_description(source)
+    if description is None:
+        raise CheckpointError(f"{source} has no description {source.stem}.json and is not published without")
+    return description
+
+
+def _link(source: Path, target: Path, description: dict[str, Any]) -> str:
+    def link(temporary: Path) -> str:
+        link_or_copy(source, temporary)
+        return description["sha256"]
+
+    return _replace(target, link, description)
