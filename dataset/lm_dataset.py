@@ -13,9 +13,12 @@ import torch
 from torch.utils.data import Dataset
 
 from dataset.packing import RowOrder, RowPlan, plan_rows
-from dataset.token_cache import TokenCache
+from dataset.token_cache import METADATA, TokenCache, cache_errors
 from errors import DataError
-from storage.folders import disk_errors, locked, new_folder, read_array, read_metadata, write_arrays, write_metadata
+from storage.arrays import read_array, write_arrays
+from storage.folders import new_folder
+from storage.locks import locked
+from storage.manifests import check_folder, write_manifest
 
 IGNORED = -100  # target of a position that has nothing to predict
 MISSING_ROW = -1
@@ -227,16 +230,13 @@ def _load_or_plan(cache: TokenCache, size: int, packing: bool, documents: np.nda
     if plan is not None:
         return plan
     try:
-        with disk_errors(folder):
-            folder.parent.mkdir(exist_ok=True)
-        with locked(folder.parent / f"{folder.name}.lock"):
+        with cache_errors(folder), locked(folder.parent / f"{folder.name}.lock"):
             plan = _stored_plan(folder, cache)
             if plan is None:
                 plan = _plan(cache, size, packing, documents)
-                with disk_errors(folder), new_folder(folder) as temporary:
+                with new_folder(folder) as temporary:
                     files = write_arrays(temporary, {name: getattr(plan, name) for name in PLAN_DTYPES})
-                    metadata = {"version": PLAN_VERSION, "fingerprint": cache.fingerprint, "files": files}
-                    write_metadata(temporary, metadata)
+                    write_manifest(temporary / METADATA, {**_plan_facts(cache), "files": files})
             return plan
     except DataError:
         return plan or _plan(cache, size, packing, documents)
@@ -247,10 +247,15 @@ def _digest(documents: np.ndarray) -> str:
 
 
 def _stored_plan(folder: Path, cache: TokenCache) -> RowPlan | None:
-    metadata, trouble = read_metadata(folder, PLAN_VERSION, verify=True)  # a plan is small and read whole anyway
-    if trouble is not None or metadata.get("fingerprint") != cache.fingerprint:
+    _, problems = check_folder(folder / METADATA, _plan_facts(cache), signed=False)
+    if problems:
         return None
     return RowPlan(*(read_array(folder / f"{name}.bin", dtype) for name, dtype in PLAN_DTYPES.items()))
+
+
+def _plan_facts(cache: TokenCache) -> dict[str, Any]:
+    """What makes a stored plan one of this cache."""
+    return {"version": PLAN_VERSION, "fingerprint": cache.fingerprint}
 
 
 def _plan(cache: TokenCache, size: int, packing: bool, documents: np.ndarray | None) -> RowPlan:

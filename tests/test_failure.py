@@ -171,7 +171,7 @@ HARMS = {
     flip_a_bit: "model.safetensors is damaged: its SHA-256 differs",
     truncate: "optimizer.safetensors has",
     empty: "state.json has 0 bytes",
-    remove_manifest: "has no manifest.json: the save is incomplete",
+    remove_manifest: "has no manifest.json: it is incomplete",
 }
 
 
@@ -197,7 +197,7 @@ def test_when_no_save_is_whole_it_stops_naming_each_and_never_starts_afresh(word
     before = {path: path.stat().st_mtime_ns for path in run_folder(words).rglob("*") if path.name != ".lock"}
     train(words, "--from_resume", 1, expect=2)
     error = capsys.readouterr().err
-    assert "no save in" in error
+    assert "no checkpoint in" in error
     assert "step_00000004" in error
     assert "step_00000006" in error
     assert "Traceback" not in error
@@ -256,7 +256,7 @@ def test_a_failed_periodic_save_is_a_warning_and_the_next_one_tries_again(words,
     train(words)
     error = capsys.readouterr().err
     assert error.count("Warning: could not save step") == 2
-    assert "No space left on device; earlier saves are untouched. The next save tries again." in error
+    assert "No space left on device; earlier checkpoints are untouched. The next save tries again." in error
     assert [save["step"] for save in record(words)["saves"]] == [2, 8, 10, 12, 13]
     assert same_bits(final_weights(words), whole["weights"])
 

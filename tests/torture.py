@@ -107,7 +107,7 @@ def die_at_the_edges(run: Attempts, steps_per_epoch: int, times: int = 2) -> Non
     for place in (
         lambda: at_step(run.words, 3),
         lambda: at_call("training.saving.saver.write_weights", 1, "SIGKILL", after=True),
-        lambda: at_call("training.saving.checkpoint._move_into_place", 1, "SIGKILL"),
+        lambda: at_call("training.saving.checkpoint.write_manifest", 1, "SIGKILL", after=True),
         lambda: at_call("training.saving.saver.prune", 1, "SIGKILL"),
         lambda: at_step(run.words, steps_per_epoch),
         lambda: at_step(run.words, 2 * steps_per_epoch),

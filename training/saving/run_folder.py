@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,12 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from errors import SaveFailed, UserError
 from storage.files import write_file_atomic
+from storage.folders import clean_leftovers
+from storage.locks import take_lock
 from training.config import ONE_START_ONLY, Config
-from training.saving.checkpoint import Checkpoint, clean_leftovers, find_checkpoints, weights_digest
+from training.saving.checkpoint import Checkpoint, find_checkpoints, weights_digest
 from training.saving.metrics_file import MetricsFile
 from training.saving.receipt import Receipt
 from training.saving.state import RunFacts
@@ -77,24 +80,23 @@ def folder_errors(config: Config) -> Iterator[None]:
 def locked_run_folder(config: Config) -> Iterator[None]:
     """Hold the folder against a second run. Main process only. A resume waits a while for a run that is just leaving.
     Raises UserError when another process trains there."""
-    with folder_errors(config):
-        config.run_folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(config.run_folder / ".lock")
+    folder, lock = config.run_folder, None
+    is_new = not folder.exists()
     try:
-        lock.acquire(timeout=LOCK_SECONDS if config.from_resume else 0)
-    except Timeout:
-        raise UserError(
-            f"--save_weight {config.save_weight}: another process is training in {config.run_folder}"
-        ) from None
-    except NotImplementedError:
-        print(
-            f"Warning: no file locks on this disk; nothing keeps a second run out of {config.run_folder}",
-            file=sys.stderr,
-        )
+        lock = take_lock(folder / ".lock", LOCK_SECONDS if config.from_resume else 0)
+    except TimeoutError:
+        raise UserError(f"--save_weight {config.save_weight}: another process is training in {folder}") from None
+    except OSError as error:
+        if error.errno != errno.ENOLCK:
+            raise UserError(f"--save_dir {folder}: {error}; put that right or give another folder") from None
+        print(f"Warning: no file locks on this disk; nothing keeps a second run out of {folder}", file=sys.stderr)
     try:
         yield
     finally:
-        lock.release()
+        if is_new and os.listdir(folder) == [".lock"]:  # a mistake was found before anything was written
+            shutil.rmtree(folder)
+        if lock:
+            lock.release()
 
 
 def contents(config: Config) -> list[tuple[str, int]]:
