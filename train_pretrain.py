@@ -23,10 +23,11 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 from errors import UserError
-from training.config import ROOT, Config, check_command_line, load_config, report
+from training.command_line import load_config, load_config_or_exit, report
+from training.config import ROOT, Config
 
 if __name__ == "__main__":
-    check_command_line()  # answers --help and misspelt options before torch is imported, which takes seconds
+    CONFIG = load_config_or_exit()  # answers --help and misspelt options before torch is imported, which takes seconds
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until StopSignal takes over there is nothing to say
 
 import torch
@@ -61,15 +62,21 @@ from training.saving.live_state import capture_rng
 def main(argv: list[str] | None = None) -> int:
     """Train as `argv` says (sys.argv when None). Returns the exit status: 0, 1 for a failure, 2 for a mistake of the
     user's, 128 + signal when stopped."""
+    try:
+        config = load_config(argv)
+    except UserError as error:
+        return report(error)
+    return start(config)
+
+
+def start(config: Config) -> int:
+    """Train as `config` says; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a console without Chinese must not end a run by an exception
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        config = load_config(argv)
         with StopSignal() as stop:
             return run_config(config, stop)
     except UserError as error:
-        if environment_rank().local_rank > 0:
-            time.sleep(2)  # if the machine's first rank has the same problem, the launcher ends us before we repeat it
         return report(error)
 
 
@@ -300,4 +307,4 @@ def set_status(run: Run, status: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(CONFIG))

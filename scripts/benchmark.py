@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -212,7 +213,8 @@ def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
 
 def corpus_file(words: list[str]) -> Path:
     from training.before.prepare import make_bundled_sample
-    from training.config import load_config, resolve_path
+    from training.command_line import load_config
+    from training.config import resolve_path
 
     config = load_config(words)
     if config.uses_sample:
@@ -258,7 +260,8 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
         run = begin_run(prepared, init_distributed_mode(config.device), stop)
         run.validation = None
         if run.world.device.type == "cuda":
-            run.config.log_interval = 10  # as by default: a log line waits for the device
+            # As by default: a log line waits for the device.
+            run.config = dataclasses.replace(run.config, log_interval=10)
         if options.no_save:
             run.saver.save = run.saver.finish = lambda *_: None  # type: ignore[assignment,method-assign]
         begun = time.perf_counter()
@@ -375,7 +378,8 @@ def measure_plain(options: argparse.Namespace, words: list[str]) -> dict[str, An
 
     from dataset.text_tokenizer import TextTokenizer
     from scripts.plain_baseline import PlainDataset, Shape, StepClock, train_plain
-    from training.config import load_config, resolve_path
+    from training.command_line import load_config
+    from training.config import resolve_path
     from training.device import choose_device, choose_dtype, peak_memory_gib
 
     c = load_config(words)
@@ -411,7 +415,8 @@ def measure_data(words: list[str]) -> dict[str, Any]:
     from dataset.packing import RowOrder
     from dataset.text_tokenizer import TextTokenizer
     from dataset.token_cache import build_or_open
-    from training.config import load_config, resolve_path
+    from training.command_line import load_config
+    from training.config import resolve_path
     from training.device import choose_device, choose_dtype, peak_memory_gib
     from training.saving.receipt import environment_facts
 

@@ -27,7 +27,7 @@ from training.before.compiling import (
     uncompiled,
 )
 from training.before.prepare import prepare
-from training.config import load_config
+from training.command_line import load_config
 from training.distributed import World
 
 CPU = World(torch.device("cpu"))

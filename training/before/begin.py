@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     with memory_errors("the model"):
         model = prepared.model.to(world.device)
     notes += rehearse_step(prepared, model, world, dtype)  # all ranks; before the model is wrapped or compiled
+    config = prepared.config
     notes += compile_if_worth(prepared, model, choices, world)  # all ranks
     state = fresh_state(prepared, model, choices, world)
     notes = start_page(prepared, world.size, state) + notes
@@ -149,8 +150,12 @@ def rehearse_step(prepared: Prepared, model: nn.Module, world: World, dtype: tor
         return []
     prepared.layout = fitting
     # A resume and the saved config.yaml are to find the same micro-batches and the same step.
-    config.batch_size, config.accumulation_steps = fitting.batch_size, fitting.accumulation_steps
-    config.global_batch_size = fitting.global_batch_size
+    prepared.config = replace(
+        config,
+        batch_size=fitting.batch_size,
+        accumulation_steps=fitting.accumulation_steps,
+        global_batch_size=fitting.global_batch_size,
+    )
     return [
         f"batch_size: {layout.batch_size} rows do not fit in memory, {fitting.batch_size} do; accumulation_steps: "
         f"{layout.accumulation_steps} -> {fitting.accumulation_steps}; a step stays {fitting.global_batch_size} rows"

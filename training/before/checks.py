@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from dataset.text_reader import find_files
 from errors import Findings
 from training.before.cost import Plan, model_bytes
 from training.before.start_model import find_weights
-from training.config import Config, resolve_path, resolve_paths
+from training.config import Config, resolve_path, resolve_paths, split_paths, unset_variables
 from training.device import choose_device
 from training.launcher import environment_rank
 
@@ -77,8 +76,10 @@ def check_paths(config: Config) -> list[str]:
 def check_variables(config: Config, name: str) -> list[str]:
     """A path with a variable that is not set would be taken by its letters."""
     value = getattr(config, name)
-    unset = re.findall(r"\$\{?\w+\}?", os.path.expandvars(value))
-    return [f"--{name} {value}: the variable {unset[0]} is not set; set it or write the path out"] if unset else []
+    for path in split_paths(value):
+        if unset := unset_variables(path):
+            return [f"--{name} {value}: the variable {unset[0]} is not set; set it or write the path out"]
+    return []
 
 
 def check_writable(name: str, folder: Path) -> list[str]:

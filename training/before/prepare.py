@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,10 @@ def prepare(config: Config) -> Prepared:
     problems = Findings(check_run_folder(config))
     checkpoint = None if problems else problems.of(find_save, config)
     if checkpoint:
-        config = with_saved(config, checkpoint.state["config"])
-        config.from_weight = "none"  # a command line that is repeated names it again; it may be gone by now
+        # A command line that is repeated names the first weights again; they may be gone by now.
+        config = replace(with_saved(config, checkpoint.state["config"]), from_weight="none")
     elif config.eval_only and config.from_weight == "none":
-        config.from_weight = config.save_weight
+        config = replace(config, from_weight=config.save_weight)
     problems += check_settings(config)
     tokenizer = problems.of(TextTokenizer.load, resolve_path(config.tokenizer_path), bool(config.parse_special))
     if checkpoint and tokenizer:
