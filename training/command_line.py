@@ -200,7 +200,7 @@ def broken_limit(name: str, value: Any) -> str:
     """The problem of one value taken alone: choice, range, finiteness; empty if there is none."""
     about = OPTIONS[name].metadata
     choices = about.get("choices")
-    if choices and value not in choices:
+    if choices and value != OPTIONS[name].default and value not in choices:
         hint = nearest(str(value), map(str, choices))
         return f"choose one of {', '.join(map(str, choices))}{hint}"
     if isinstance(value, float) and not math.isfinite(value):

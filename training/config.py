@@ -13,6 +13,10 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from training.learning_rate import SCHEDULES
+from training.optimizers import OPTIMIZERS
+from training.trackers import TRACKERS
+
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_FOLDER = ROOT / "dataset" / "sample"
 
@@ -95,11 +99,9 @@ class Config:
         0, "optimization", "rows in a step over all ranks; 0: batch_size x accumulation_steps x ranks", SHOWN, low=0
     )
     optimizer: str = option("adamw", "optimization", "muon: hidden matrices by Muon, the rest by AdamW", FIXED,
-                            choices=("adamw", "muon"))  # fmt: skip
+                            choices=OPTIMIZERS)  # fmt: skip
     learning_rate: float = option(5e-4, "optimization", "peak learning rate", SHOWN, above=0, high=10.0)
-    lr_schedule: str = option(
-        "cosine", "optimization", "shape after the warm-up", SHOWN, choices=("cosine", "wsd", "linear", "constant")
-    )
+    lr_schedule: str = option("cosine", "optimization", "shape after the warm-up", SHOWN, choices=SCHEDULES)
     warmup_steps: int = option(0, "optimization", "steps of linear warm-up from a tenth of the peak", SHOWN, low=0)
     min_lr_ratio: float = option(0.1, "optimization", "final learning rate / peak", SHOWN, low=0, high=1)
     weight_decay: float = option(0.1, "optimization", "decay of matrices (norms: none)", SHOWN, low=0, high=10.0)
@@ -133,8 +135,11 @@ class Config:
     save_minutes: float = option(0.0, "saving and logging", "save after this many minutes too; 0: off", low=0)
     keep_checkpoints: int = option(2, "saving and logging", "newest resume states kept, besides the best", low=1)
     save_state: int = option(1, "saving and logging", "0: keep weights only; such a run cannot be resumed", **SWITCH)
-    use_wandb: int = option(0, "saving and logging", "1: log to SwanLab (the flag's name is MiniMind's)", **SWITCH)
-    wandb_project: str = option("MiniMind-Pretrain", "saving and logging", "SwanLab project")
+    tracker: str = option("", "saving and logging", "send the figures there too", choices=TRACKERS)
+    use_wandb: int = option(
+        0, "saving and logging", "1: SwanLab as the tracker (the flag's name is MiniMind's)", **SWITCH
+    )
+    wandb_project: str = option("MiniMind-Pretrain", "saving and logging", "the tracker's project")
 
     given: frozenset[str] = field(default=frozenset(), metadata={"internal": True})  # in YAML or on the command line
     flags: frozenset[str] = field(default=frozenset(), metadata={"internal": True})  # on the command line
@@ -155,6 +160,11 @@ class Config:
     @property
     def resume_folder(self) -> Path:
         return self.run_folder / "resume"
+
+    @property
+    def tracker_name(self) -> str:
+        """The row of TRACKERS to use, or nothing."""
+        return self.tracker or ("swanlab" if self.use_wandb else "")
 
     @property
     def uses_sample(self) -> bool:

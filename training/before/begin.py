@@ -23,7 +23,6 @@ from training.device import choose_dtype, set_deterministic
 from training.distributed import World
 from training.during.metrics import Console, DivergenceWatch
 from training.during.stopping import StopSignal
-from training.during.tracker import Tracker, start_tracker
 from training.optimizers import build_optimizers
 from training.saving.checkpoint import Checkpoint
 from training.saving.live_state import capture_rng
@@ -31,6 +30,7 @@ from training.saving.receipt import environment_facts, git_state
 from training.saving.run_folder import folder_errors, open_run_folder
 from training.saving.saver import Saver
 from training.saving.state import TrainingState
+from training.trackers import Tracker, start_tracker
 
 
 @dataclass
@@ -99,8 +99,8 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal) -> Run:
     for line in notes:
         console.print(line)
     tracker = start_tracker(
-        bool(config.use_wandb) and files is not None, config.wandb_project, config.run_name, config.values(),
-        config.run_folder, prepared.progress.tracker_run_id or None, world.is_main, console.print,
+        config.tracker_name if files else "", config.wandb_project, config.run_name, config.values(),
+        config.run_folder, prepared.progress.tracker_run_id or None, console.print,
     )  # fmt: skip
     prepared.progress.tracker_run_id = tracker.run_id or prepared.progress.tracker_run_id
     return Run(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from training.config import Config
-from training.optimizers import is_hidden_matrix
+from training.optimizers import state_bytes
 from training.schedule import Schedule, StepLayout
 
 
@@ -109,13 +109,9 @@ def make_plan(
 
 
 def model_bytes(model: nn.Module, config: Config) -> tuple[int, int, int]:
-    """Bytes of (a resume state on disk, a half-precision weights file, what training holds in memory). AdamW keeps two
-    moments of a parameter, Muon one of its matrices."""
+    """Bytes of (a resume state on disk, a half-precision weights file, what training holds in memory)."""
     total = sum(p.numel() for p in model.parameters())
-    by_muon = sum(
-        p.numel() for name, p in model.named_parameters() if config.optimizer == "muon" and is_hidden_matrix(name, p)
-    )
-    state = 4 * (3 * total - by_muon)
+    state = 4 * total + state_bytes(model, config.optimizer)
     return state, 2 * total, state + 4 * total
 
 
