@@ -16,8 +16,10 @@ from dataset.make_sample import make_sample
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import TokenCache, build_or_open, count_shared
 from errors import Findings, UserError, refuse
-from training.before.checks import check_model, check_plan, check_run_folder, check_settings, check_torchrun
+from training.before.checks import check_length, check_model, check_settings
 from training.before.cost import Plan, make_plan
+from training.before.folders import check_run_folder
+from training.before.machine import check_torchrun
 from training.before.start_model import init_model, model_shape
 from training.config import SAMPLE_FOLDER, Config, resolve_path, resolve_paths, with_saved
 from training.device import prepare_allocator
@@ -83,7 +85,8 @@ def prepare(config: Config) -> Prepared:
     layout = make_layout(config, len(dataset), world_size, saved_batch)
     schedule = make_schedule(config, layout, progress)
     plan = make_plan(model, config, dataset, layout, schedule, progress.rows_seen)
-    refuse(check_plan(config, plan, world_size, progress.step))
+    rows_per_step = min(layout.global_batch_size, layout.rows)
+    refuse(check_length(config, rows_per_step, world_size, progress.step))
     return Prepared(
         config, tokenizer, dataset, validation, checkpoint, identity, progress, layout, schedule, plan, model
     )

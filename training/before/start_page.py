@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from dataset.lm_dataset import PretrainDataset
+from training.before.checks import notes_on
 from training.before.prepare import Prepared
 from training.config import OPTIONS, ROOT, Config
 from training.launcher import is_torchrun_worker
@@ -27,6 +28,7 @@ def start_page(prepared: Prepared, world_size: int, state: TrainingState) -> lis
     if prepared.validation:
         lines.append(f"Validation: {ledger_line(prepared.validation)}")
     lines += prepared.plan.lines(world_size)[: 1 if config.eval_only else None]
+    lines += [f"Note: {note}" for note in notes_on(config, prepared.plan.total_steps, choices["device"])]
     if checkpoint:
         lines.append(f"Resuming {checkpoint.folder}")
         changes = describe_changes(config, checkpoint.state, state)
