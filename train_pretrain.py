@@ -23,10 +23,11 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 from errors import NonFinite, SaveFailed, StopRequested, UserError
-from training.config import ROOT, Config, check_command_line, load_config, report
+from training.command_line import load_config, load_config_or_exit, report
+from training.config import ROOT, Config
 
 if __name__ == "__main__":
-    check_command_line()  # answers --help and misspelt options before torch is imported, which takes seconds
+    CONFIG = load_config_or_exit()  # answers --help and misspelt options before torch is imported, which takes seconds
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until StopSignal takes over there is nothing to say
 
 import torch
@@ -58,15 +59,20 @@ def nobody(event: str, run: Run) -> None:
 def main(argv: list[str] | None = None, listener: Listener = nobody) -> int:
     """Train as `argv` says (sys.argv when None). Returns the exit status: 0, 1 for a failure, 2 for a mistake of the
     user's, 128 + signal when stopped. `listener` is told of the events that `Listener` names."""
+    try:
+        return start(load_config(argv), listener)
+    except UserError as error:
+        return report(error)
+
+
+def start(config: Config, listener: Listener = nobody) -> int:
+    """Train as `config` says; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a console without Chinese must not end a run by an exception
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        config = load_config(argv)
         with StopSignal() as stop, ExitStack() as held:
             return run_config(config, stop, held, listener)
     except UserError as error:
-        if environment_rank().local_rank > 0:
-            time.sleep(2)  # if the machine's first rank has the same problem, the launcher ends us before we repeat it
         return report(error)
 
 
@@ -260,4 +266,4 @@ def note_end(run: Run, status: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(CONFIG))

@@ -213,7 +213,8 @@ def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
 
 def corpus_file(words: list[str]) -> Path:
     from training.before.data import make_bundled_sample
-    from training.config import load_config, resolve_path
+    from training.command_line import load_config
+    from training.config import resolve_path
 
     config = load_config(words)
     if config.uses_sample:
@@ -368,7 +369,8 @@ def measure_plain(options: argparse.Namespace, words: list[str]) -> dict[str, An
 
     from dataset.text_tokenizer import TextTokenizer
     from scripts.plain_baseline import PlainDataset, Shape, StepClock, train_plain
-    from training.config import load_config, resolve_path
+    from training.command_line import load_config
+    from training.config import resolve_path
     from training.device import choose_device, choose_dtype, peak_memory_gib
 
     c = load_config(words)
@@ -404,7 +406,8 @@ def measure_data(words: list[str]) -> dict[str, Any]:
     from dataset.packing import RowOrder
     from dataset.text_tokenizer import TextTokenizer
     from dataset.token_cache import build_or_open
-    from training.config import load_config, resolve_path
+    from training.command_line import load_config
+    from training.config import resolve_path
     from training.device import choose_device, choose_dtype, peak_memory_gib
     from training.saving.receipt import environment_facts
 

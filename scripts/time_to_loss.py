@@ -186,7 +186,8 @@ def train_plain_for(seconds: float, words: list[str], rate: float, folder: Path)
 
     from dataset.text_tokenizer import TextTokenizer
     from scripts.plain_baseline import ROW, PlainDataset, Shape, StepClock, train_plain
-    from training.config import load_config, resolve_path
+    from training.command_line import load_config
+    from training.config import resolve_path
     from training.device import choose_device
 
     c = load_config(words)
@@ -206,7 +207,7 @@ def train_plain_for(seconds: float, words: list[str], rate: float, folder: Path)
 
 def validation_loss(weights: Path, words: list[str], folder: Path) -> float:
     """val_loss of a weights file, by the trainer itself."""
-    from training.config import load_config
+    from training.command_line import load_config
 
     same = {"tokenizer_path": load_config(words).tokenizer_path}  # explicit: the file does not name it
     more = words_of({"from_weight": weights, "eval_only": 1, "save_dir": folder, "save_weight": "look", **same})

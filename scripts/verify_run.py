@@ -25,7 +25,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 FIGURES = ("loss", "logits_loss", "aux_loss", "lr", "grad_norm", "rows_seen", "tokens_seen", "skipped_steps")
-NOT_REPEATED = {"save_dir", "save_weight", "use_wandb", "samples", "threads", "dtype", "use_compile", "resume_reset"}
+NOT_REPEATED = {
+    "save_dir", "save_weight", "tracker", "use_wandb", "samples", "threads", "dtype", "use_compile", "resume_reset",
+}  # fmt: skip
 
 
 class NothingToCompare(Exception):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import train_pretrain
 from errors import UserError
-from training.config import OPTIONS, Config, load_config
+from training.command_line import load_config
+from training.config import OPTIONS, Config
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "1"))  # times the usual number
 ANY = settings(

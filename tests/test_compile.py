@@ -13,7 +13,7 @@ import torch
 from errors import UserError
 from runs import command, environment, final_state, finish, largest_difference, launch, logged, replaced, train
 from runs import final_weights as weights_of
-from training.before import compiling
+from training import compiling
 from training.compiling import (
     COMPILE_SECONDS,
     MARGIN,

@@ -12,15 +12,17 @@ import pytest
 from dataset.text_reader import find_files
 from errors import UserError
 from runs import ROOT
+from training.command_line import load_config, nearest
 from training.config import (
+    EVERYDAY,
     NOT_CARRIED_OVER,
     OPTIONS,
     Config,
     changed_settings,
-    load_config,
-    nearest,
+    grouped_options,
     resolve_path,
     resolve_paths,
+    unset_variables,
     with_saved,
 )
 from training.config import (
@@ -64,6 +66,25 @@ def test_a_setting_that_an_older_save_does_not_know_keeps_its_default():
     assert with_saved(Config(), {**saved, "long_gone": 3}).z_loss == 0.0
 
 
+def test_nothing_can_write_to_the_settings():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().seed = 7  # type: ignore[misc]
+
+
+def test_the_command_line_is_parsed_once(tmp_path):
+    """A program's start reads a YAML file once, also on the way to a report."""
+    script = (
+        "import sys, runpy, training.command_line as module; read, seen = module.read_yaml, []\n"
+        "module.read_yaml = lambda path: (seen.append(path), read(path))[1]\n"
+        f"sys.argv[1:] = ['--config', '{tmp_path}/c.yaml']\n"
+        "try: runpy.run_path('train_pretrain.py', run_name='__main__')\n"
+        "finally: print(len(seen))"
+    )
+    (tmp_path / "c.yaml").write_text("device: tpu\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "1\n") and "--device tpu: no such device" in done.stderr
+
+
 def test_every_option_that_is_not_carried_over_exists():
     assert set(OPTIONS) >= NOT_CARRIED_OVER
 
@@ -76,7 +97,8 @@ ALTERNATIVES = {int: "3", float: "0.25", str: "abc"}
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_takes_a_value_of_its_own_type_from_both_sources(name, tmp_path):
     entry = OPTIONS[name]
-    text = str(entry.metadata["choices"][-1]) if "choices" in entry.metadata else ALTERNATIVES[type(entry.default)]
+    choices = list(entry.metadata.get("choices", ()))
+    text = str(choices[-1]) if choices else ALTERNATIVES[type(entry.default)]
     if "above" in entry.metadata:
         text = str(entry.metadata["above"] + 1)
     from_flag = getattr(load_config([f"--{name}={text}"] if name != "config" else []), name)
@@ -117,6 +139,7 @@ YAML_VALUES = {
     "save_weight: 123": "123",
     "epochs: '3'": 3,
     "data_path: [a.jsonl, b.jsonl]": "a.jsonl,b.jsonl",
+    "val_path: ['a,b.jsonl', c.jsonl]": "a\\,b.jsonl,c.jsonl",
     "val_path: ''": "",
 }
 
@@ -187,14 +210,19 @@ def test_help_is_grouped_with_defaults_and_units_and_takes_no_second():
     loaded, seconds = last.split()
     assert loaded == "False" and float(seconds) < 5  # torch alone takes seconds on a busy machine
     groups = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
-    expected = list(dict.fromkeys(entry.metadata["group"] for entry in OPTIONS.values()))
-    assert groups == ["options", *expected]
+    assert groups == ["options", *grouped_options()]
     text = " ".join(" ".join(lines).split())
     for name, entry in OPTIONS.items():
         start = text.index(f"--{name} ")
         about = text[start : start + 400]
         assert entry.metadata["help"] in about
         assert entry.default == "" or f"(default: {entry.default})" in about
+
+
+def test_help_shows_some_twenty_everyday_options_first():
+    groups = grouped_options()
+    assert next(iter(groups)) == "everyday options" and 15 <= len(EVERYDAY) <= 25
+    assert sorted(name for names in groups.values() for name in names) == sorted(OPTIONS)
 
 
 UNITS = {
@@ -246,6 +274,42 @@ def test_a_list_of_paths_is_split_at_commas_unless_a_name_holds_one(tmp_path, mo
     assert resolve_paths("a.jsonl, b.jsonl") == [f"{tmp_path}/a.jsonl, b.jsonl"]
 
 
+def test_a_yaml_list_keeps_names_with_commas_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("data_path:\n- a,b.jsonl\n- c.jsonl\n- c.jsonl\n")
+    config = load_config(["--config", "c.yaml"])
+    expected = [f"{tmp_path}/{name}" for name in ("a,b.jsonl", "c.jsonl", "c.jsonl")]
+    assert resolve_paths(config.data_path) == expected
+    assert resolve_paths(config.values()["data_path"]) == expected  # as the run's own config.yaml has it
+    assert resolve_paths(r"a\,b.jsonl,c.jsonl") == expected[:2]  # and on a command line
+
+
+def test_a_lone_name_with_a_comma_is_saved_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a,b.jsonl").touch()
+    saved = Config(data_path="a,b.jsonl", save_dir="x,y").values()
+    assert resolve_paths(saved["data_path"]) == [f"{tmp_path}/a,b.jsonl"]
+    assert saved["save_dir"] == f"{tmp_path}/x,y"
+
+
+def test_the_sample_beside_another_file_is_saved_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved = Config(data_path="dataset/sample/train.jsonl,mine.jsonl").values()["data_path"]
+    monkeypatch.chdir("/")
+    assert resolve_paths(saved) == [str(ROOT / "dataset/sample/train.jsonl"), f"{tmp_path}/mine.jsonl"]
+
+
+def test_a_dollar_in_an_existing_name_is_a_letter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("B", "elsewhere")
+    Path("a$B").mkdir()
+    Path("a$B/$c.jsonl").write_text('{"text": "x"}\n')
+    assert resolve_path("a$B/$c.jsonl") == tmp_path / "a$B" / "$c.jsonl"
+    assert [file.path.name for file in find_files(resolve_paths("a$B/*.jsonl"))] == ["$c.jsonl"]
+    assert resolve_path("$B/$c.jsonl") == tmp_path / "elsewhere" / "$c.jsonl"
+    assert [unset_variables(text) for text in ("a$B/$c.jsonl", "$B/x", "$B/${NO_SUCH}/x")] == [[], [], ["${NO_SUCH}"]]
+
+
 def test_a_glob_starts_at_a_current_folder_with_brackets_in_its_name(tmp_path, monkeypatch):
     (tmp_path / "k[1]").mkdir()
     monkeypatch.chdir(tmp_path / "k[1]")
@@ -263,7 +327,9 @@ def test_an_empty_path_is_not_the_current_folder():
 def test_importing_any_file_prints_nothing_and_changes_no_environment():
     names = sorted(path.stem for path in ROOT.glob("*.py"))
     names += sorted(
-        f"{folder}.{path.stem}" for folder in ("model", "dataset", "training") for path in (ROOT / folder).glob("*.py")
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for folder in ("model", "dataset", "storage", "training")
+        for path in (ROOT / folder).rglob("*.py")
     )
     script = (
         "import os, sys, importlib; before = dict(os.environ)\n"

@@ -14,15 +14,10 @@ import torch
 
 from errors import CheckpointError, DataError, Findings, UserError
 from runs import final_state, final_weights, launch, replaced, run_folder, same_bits, train
-from training.before import checks as preflight
-from training.before.checks import (
-    check_disk,
-    check_memory,
-    check_torchrun,
-    folder_bytes,
-    host_memory_bytes,
-    local_ranks,
-)
+from training.before import machine
+from training.before.folders import check_disk, folder_bytes
+from training.before.machine import amount, check_memory, check_torchrun, host_memory_bytes, local_ranks
+from training.before.rules import NOTED, REFUSED, Known, those_that_apply
 from training.config import Config
 from training.launcher import environment_rank
 
@@ -118,12 +113,12 @@ def test_memory_counts_parameters_gradients_state_and_the_least_of_a_row_for_eac
     need = 16 * 1_000_000 + 4 * 100 * 10 * 1000
     for there, local, problems in ((need, "1", 0), (need - 1, "1", 1), (2 * need, "2", 0), (2 * need - 1, "2", 1)):
         ranks(**WHOLE, LOCAL_WORLD_SIZE=local)
-        monkeypatch.setattr(preflight, "host_memory_bytes", lambda there=there: there)
+        monkeypatch.setattr(machine, "host_memory_bytes", lambda there=there: there)
         assert len(check_memory(config, model_of(1_000_000), 16 * 1_000_000)) == problems
 
 
 def test_where_memory_cannot_be_told_nothing_is_refused(monkeypatch):
-    monkeypatch.setattr(preflight, "host_memory_bytes", lambda: 0)
+    monkeypatch.setattr(machine, "host_memory_bytes", lambda: 0)
     assert check_memory(Config(device="cpu"), model_of(10**12), 10**13) == []
 
 
@@ -146,6 +141,10 @@ def test_disk_counts_states_to_keep_and_two_more_and_weights_thrice(monkeypatch,
     assert check_disk(Config(save_dir=str(tmp_path), save_state=0), 1000, 10) == []
 
 
+def test_sizes_are_told_in_units_that_show_them():
+    assert [amount(n) for n in (471_000, 2**30 - 1, 3 * 2**30)] == ["0.4 MiB", "1,024 MiB", "3.0 GiB"]
+
+
 def test_what_a_run_holds_already_is_not_asked_for_again(arguments, monkeypatch):
     """A disk with room for little more than this run's saves must let the run be resumed."""
     train(arguments, "--stop_after", 5)
@@ -154,6 +153,72 @@ def test_what_a_run_holds_already_is_not_asked_for_again(arguments, monkeypatch)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, need - held + 1000))
     train(arguments, "--from_resume", 1)
     assert folder_bytes(run_folder(arguments) / "nowhere") == 0
+
+
+# --- what does no harm: the run goes on and the start page says so ---
+
+HARMLESS = {  # 13 steps of 2 x 2 rows
+    "--global_batch_size 4": "--accumulation_steps 2: --global_batch_size 4 sets the rows of a step; this follows",
+    "--batch_size 8 --global_batch_size 4": "--batch_size 8: a step has --global_batch_size 4 rows; its micro-batches",
+    "--eval_rows 5": "--eval_rows 5: not used: there are no validation texts",
+    "--lr_schedule constant --min_lr_ratio 0.1": "--min_lr_ratio 0.1: not used: --lr_schedule constant never falls",
+    "--warmup_steps 13": "--warmup_steps 13: the run has 13 steps; it ends while the learning rate still rises",
+    "--stop_after 14": "--stop_after 14: the run has 13 steps and ends before",
+    "--save_interval 14": "--save_interval 14: longer than the run, which has 13 steps; its end counts all the same",
+    "--eval_interval 14 --val_path {corpus}": "--eval_interval 14: longer than the run, which has 13 steps",
+    "--log_interval 14": "--log_interval 14: longer than the run, which has 13 steps",
+    "--save_state 0 --keep_checkpoints 3": "--keep_checkpoints 3: not used: --save_state 0 keeps no states",
+    "--wandb_project mine": "--wandb_project mine: not used: nothing is sent without --tracker or --use_wandb 1",
+    "--auto_batch 1": "--auto_batch 1: not used on cpu: only CUDA has a dry step that finds out",
+    "--text_key body --data_path {folder}/d.txt": "--text_key body: not used, .txt files have no keys",
+}
+
+
+def notes_in(out: str) -> list[str]:
+    return [line.removeprefix("Note: ") for line in out.splitlines() if line.startswith("Note: ")]
+
+
+@pytest.mark.parametrize("flags", HARMLESS)
+def test_settings_that_do_no_harm_run_and_are_noted(flags, arguments, corpus, tmp_path, capsys):
+    (tmp_path / "d.txt").write_text("the cat sat on a mat")
+    train(arguments, *flags.format(corpus=corpus, folder=tmp_path).split())
+    said = notes_in(capsys.readouterr().out)
+    assert any(line.startswith(HARMLESS[flags]) for line in said), said
+
+
+def test_epochs_beside_max_steps_are_not_refused(arguments):
+    train(arguments, "--max_steps", 5)
+    assert final_state(arguments)["progress"]["step"] == 5
+
+
+def test_what_an_evaluation_has_no_use_for_is_noted(arguments, corpus, capsys):
+    train(arguments)
+    capsys.readouterr()
+    train(
+        arguments, *"--eval_only 1 --stop_after 3 --overwrite 1 --samples 2 --use_wandb 1".split(), "--val_path", corpus
+    )
+    assert notes_in(capsys.readouterr().out) == [
+        f"--{name}: not used: --eval_only 1 trains nothing"
+        for name in ("overwrite 1", "stop_after 3", "samples 2", "use_wandb 1")
+    ]
+    assert final_state(arguments)["progress"]["step"] == 13
+
+
+def test_a_run_with_nothing_odd_about_it_has_no_notes(arguments, capsys):
+    train(arguments)
+    assert notes_in(capsys.readouterr().out) == []
+
+
+def test_every_rule_can_be_told_of_any_settings():
+    for rule in (*REFUSED, *NOTED):
+        always = rule._replace(applies=lambda c, known: True)
+        (text,) = those_that_apply((always,), Config(), Known(5, 2, "cpu"))
+        assert text.startswith(f"--{rule.option} ") and "{" not in text
+
+
+def test_rules_keep_still_about_settings_as_they_come():
+    for known in (Known(), Known(1000, 10, "cuda")):
+        assert those_that_apply((*REFUSED, *NOTED), Config(), known) == []
 
 
 # --- what must pass ---

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from training.config import OPTIONS, load_config  # noqa: E402 - also run as a script, from anywhere
+from training.command_line import load_config  # noqa: E402
+from training.config import OPTIONS  # noqa: E402 - also run as a script, from anywhere
 
 READMES = ["README.md", "README_zh.md"]
 MARKED = re.compile(r"(<!-- flags: .*? -->\n)(.*?)(<!-- end of flags -->)", re.DOTALL)

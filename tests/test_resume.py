@@ -28,7 +28,7 @@ from runs import (
 )
 from training.before.begin import differences_between_ranks
 from training.before.prepare import prepare
-from training.config import load_config
+from training.command_line import load_config
 from training.distributed import World
 from training.saving.checkpoint import find_checkpoints
 from training.saving.live_state import named_parameters

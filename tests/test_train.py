@@ -26,7 +26,7 @@ from runs import (
     train,
     without,
 )
-from training.config import load_config
+from training.command_line import load_config
 from training.during import reporting
 from training.during.evaluation import Evaluation
 

@@ -132,6 +132,21 @@ def test_a_non_finite_gradient_changes_no_parameter_and_no_optimizer_state(optim
     assert not any(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
 
 
+def test_torch_still_lets_fused_optimizers_skip_on_the_device() -> None:
+    """`step_if_finite` leans on this private attribute; without it each step would wait for the host."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    fused, loop = (torch.optim.AdamW([weight], lr=0.1, fused=fused) for fused in (True, False))
+    assert fused._step_supports_amp_scaling is True
+    assert not getattr(loop, "_step_supports_amp_scaling", False)
+    weight.grad = torch.ones(2, 2)
+    fused.found_inf = torch.ones(())
+    fused.step()
+    assert torch.equal(weight, torch.ones(2, 2)) and fused.state[weight]["step"] == 0
+    fused.found_inf = torch.zeros(())
+    fused.step()
+    assert not torch.equal(weight, torch.ones(2, 2)) and fused.state[weight]["step"] == 1
+
+
 def test_an_overflowing_scaled_gradient_halves_the_scale_and_skips_the_step() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     model = nn.Module()

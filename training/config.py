@@ -6,19 +6,16 @@ command line) is remembered in `Config.given`, because a resume treats a repeate
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import difflib
 import glob
-import math
 import os
 import re
-import sys
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
+from training.learning_rate import SCHEDULES
+from training.optimizers import OPTIMIZERS
+from training.trackers import TRACKERS
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_FOLDER = ROOT / "dataset" / "sample"
@@ -29,23 +26,24 @@ SHOWN = "shown"  # taken, and the effect is printed
 FIXED = "fixed"  # refused: it would be another run
 
 
-def option(default: Any, group: str, text: str, on_resume: str = FREE, **limits: Any) -> Any:
-    """A dataclass field that also carries its help text and its limits (`choices`, `low`, `high`, `above`)."""
+def option(default: Any, group: str, text: str, on_resume: str = FREE, **more: Any) -> Any:
+    """A dataclass field that also carries its help text, its limits (`choices`: values or a table of parts; `low`,
+    `high`, `above`) and whether it is a path ("one", "list")."""
     if type(default) is int:  # beyond 10^12 nothing counted here makes sense, and int64 would overflow
-        limits = {"high": 10**12, **limits}
-    return field(default=default, metadata={"group": group, "help": text, "on_resume": on_resume, **limits})
+        more = {"high": 10**12, **more}
+    return field(default=default, metadata={"group": group, "help": text, "on_resume": on_resume, **more})
 
 
 SWITCH: dict[str, Any] = {"choices": (0, 1)}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """Every setting of `train_pretrain.py`. Types follow the defaults; a limit that is broken is a `UserError`."""
 
     # --- run ---
     config: str = option("", "run", "YAML file that sets any of these; the command line wins")
-    save_dir: str = option("checkpoints", "run", "parent of the run folders")
+    save_dir: str = option("checkpoints", "run", "parent of the run folders", path="one")
     save_weight: str = option("pretrain", "run", "name of the run: its folder is <save_weight>_<hidden_size>[_moe]")
     from_resume: int = option(0, "run", "1: continue the newest good save of the run folder", **SWITCH)
     resume_reset: str = option(
@@ -64,19 +62,20 @@ class Config:
     data_path: str = option(
         "dataset/sample/train.jsonl", "data",
         "files, folders or globs, comma-separated: .jsonl, .jsonl.gz, .txt, .parquet; the sample is made on first use",
+        path="list",
     )  # fmt: skip
-    val_path: str = option("", "data", "validation documents; with the bundled sample: its own")
+    val_path: str = option("", "data", "validation documents; with the bundled sample: its own", path="list")
     val_fraction: float = option(
         0.0, "data", "share of documents held out by hash, when val_path is empty", FIXED, low=0, high=0.5
     )
     text_key: str = option("text", "data", "key of the text in a JSON line")
     parse_special: int = option(0, "data", "1: special-token strings inside texts become special tokens", **SWITCH)
     bad_lines: str = option("stop", "data", "what a line that cannot be read does", choices=("stop", "skip"))
-    tokenizer_path: str = option("model", "data", "folder of a Hugging Face tokenizer")
+    tokenizer_path: str = option("model", "data", "folder of a Hugging Face tokenizer", path="one")
     max_seq_len: int = option(512, "data", "positions in a row", FIXED, low=2, high=1_048_576)
     packing: int = option(1, "data", "1: whole documents packed into rows; 0: one document a row", FIXED, **SWITCH)
     shuffle: int = option(1, "data", "1: a new row order each epoch; 0: the files' order", FIXED, **SWITCH)
-    cache_dir: str = option("dataset/cache", "data", "where tokenised corpora are kept")
+    cache_dir: str = option("dataset/cache", "data", "where tokenised corpora are kept", path="one")
     verify_data: int = option(0, "data", "1: hash corpus and cache again before training", **SWITCH)
     num_workers: int = option(0, "data", "loader processes; 0 is fastest: rows come from a memory map", low=0, high=256)
 
@@ -100,11 +99,9 @@ class Config:
         0, "optimization", "rows in a step over all ranks; 0: batch_size x accumulation_steps x ranks", SHOWN, low=0
     )
     optimizer: str = option("adamw", "optimization", "muon: hidden matrices by Muon, the rest by AdamW", FIXED,
-                            choices=("adamw", "muon"))  # fmt: skip
+                            choices=OPTIMIZERS)  # fmt: skip
     learning_rate: float = option(5e-4, "optimization", "peak learning rate", SHOWN, above=0, high=10.0)
-    lr_schedule: str = option(
-        "cosine", "optimization", "shape after the warm-up", SHOWN, choices=("cosine", "wsd", "linear", "constant")
-    )
+    lr_schedule: str = option("cosine", "optimization", "shape after the warm-up", SHOWN, choices=SCHEDULES)
     warmup_steps: int = option(0, "optimization", "steps of linear warm-up from a tenth of the peak", SHOWN, low=0)
     min_lr_ratio: float = option(0.1, "optimization", "final learning rate / peak", SHOWN, low=0, high=1)
     weight_decay: float = option(0.1, "optimization", "decay of matrices (norms: none)", SHOWN, low=0, high=10.0)
@@ -138,8 +135,11 @@ class Config:
     save_minutes: float = option(0.0, "saving and logging", "save after this many minutes too; 0: off", low=0)
     keep_checkpoints: int = option(2, "saving and logging", "newest resume states kept, besides the best", low=1)
     save_state: int = option(1, "saving and logging", "0: keep weights only; such a run cannot be resumed", **SWITCH)
-    use_wandb: int = option(0, "saving and logging", "1: log to SwanLab (the flag's name is MiniMind's)", **SWITCH)
-    wandb_project: str = option("MiniMind-Pretrain", "saving and logging", "SwanLab project")
+    tracker: str = option("", "saving and logging", "send the figures there too", choices=TRACKERS)
+    use_wandb: int = option(
+        0, "saving and logging", "1: SwanLab as the tracker (the flag's name is MiniMind's)", **SWITCH
+    )
+    wandb_project: str = option("MiniMind-Pretrain", "saving and logging", "the tracker's project")
 
     given: frozenset[str] = field(default=frozenset(), metadata={"internal": True})  # in YAML or on the command line
     flags: frozenset[str] = field(default=frozenset(), metadata={"internal": True})  # on the command line
@@ -147,11 +147,7 @@ class Config:
     def values(self) -> dict[str, Any]:
         """The settings alone, in table order, as plain values for YAML and JSON. Paths but the default ones are made
         absolute: they must mean the same from another folder."""
-        values = {name: getattr(self, name) for name in OPTIONS}
-        for name in ("save_dir", "data_path", "val_path", "tokenizer_path", "cache_dir"):
-            if values[name] and not is_default_path(values[name]):
-                values[name] = ",".join(resolve_paths(values[name]))
-        return values
+        return {name: absolute(name, getattr(self, name)) for name in OPTIONS}
 
     @property
     def run_name(self) -> str:
@@ -166,25 +162,78 @@ class Config:
         return self.run_folder / "resume"
 
     @property
+    def tracker_name(self) -> str:
+        """The row of TRACKERS to use, or nothing."""
+        return self.tracker or ("swanlab" if self.use_wandb else "")
+
+    @property
     def uses_sample(self) -> bool:
         return resolve_paths(self.data_path) == [str(SAMPLE_FOLDER / "train.jsonl")]
 
 
-OPTIONS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config) if "internal" not in f.metadata}
+OPTIONS: dict[str, Field] = {f.name: f for f in fields(Config) if "internal" not in f.metadata}
+
+
+# The options that --help shows first; the rest is for those who know what they look for.
+EVERYDAY = (
+    "config", "data_path", "val_path", "save_dir", "save_weight", "from_resume", "from_weight",
+    "hidden_size", "num_hidden_layers", "use_moe", "max_seq_len",
+    "epochs", "max_steps", "batch_size", "accumulation_steps", "learning_rate",
+    "device", "dtype", "log_interval", "save_interval", "use_wandb",
+)  # fmt: skip
+
+
+def grouped_options() -> dict[str, list[str]]:
+    """Names of the options under the headings of the help: the everyday ones, then the advanced ones by group."""
+    groups = {"everyday options": list(EVERYDAY)}
+    for name, entry in OPTIONS.items():
+        if name not in EVERYDAY:
+            groups.setdefault(f"advanced: {entry.metadata['group']}", []).append(name)
+    return groups
+
+
+# --- paths ---
 
 
 def resolve_path(text: str | Path) -> Path:
     """A user's path: `~` and `$VAR` expand, a relative one starts at the current folder. The default paths (`model`,
-    `dataset/sample/...`) start at the repository, wherever the program is started; say `./model` for the other one."""
-    path = Path(os.path.expandvars(os.path.expanduser(str(text))))
-    return (ROOT if is_default_path(text) else Path.cwd()) / path
+    `dataset/sample/...`) start at the repository, wherever the program is started; say `./model` for the other one.
+    A `$` in the name of something that exists is a letter like others."""
+    return _expand(text)[0]
+
+
+def unset_variables(text: str | Path) -> list[str]:
+    """The variables in a path that are not set, as they are written there."""
+    return _expand(text)[1]
+
+
+def _expand(text: str | Path) -> tuple[Path, list[str]]:
+    path, unset = ROOT if is_default_path(text) else Path.cwd(), []
+    for part in Path(os.path.expanduser(str(text))).parts:
+        if "$" in part and not os.path.lexists(path / part):
+            part = os.path.expandvars(part)
+            unset += re.findall(r"\$\{?\w+\}?", part)
+        path /= part
+    return path, unset
+
+
+def split_paths(text: str) -> list[str]:
+    """The paths in a comma-separated list, as written. A comma in a name is written `\\,`, or as it is where the whole
+    text is the path of something."""
+    if text and os.path.lexists(resolve_path(text)):
+        return [text]
+    pieces = (piece.strip().replace("\\,", ",") for piece in re.split(r"(?<!\\),", text))
+    return [piece for piece in pieces if piece]
+
+
+def join_paths(paths: list[str]) -> str:
+    """The text that `split_paths` takes apart into these."""
+    return ",".join(path.replace(",", "\\,") for path in paths)
 
 
 def resolve_paths(text: str) -> list[str]:
-    """The paths in a comma-separated list, resolved; a name that holds a comma is taken whole where it exists."""
-    if os.path.exists(whole := resolve_path(text)):
-        return [str(whole)]
-    return [resolve_pattern(piece.strip()) for piece in text.split(",") if piece.strip()]
+    """The paths and globs in a comma-separated list, resolved."""
+    return [resolve_pattern(path) for path in split_paths(text)]
 
 
 def resolve_pattern(text: str) -> str:
@@ -197,208 +246,19 @@ def resolve_pattern(text: str) -> str:
 
 def is_default_path(text: str | Path) -> bool:
     """True for the paths this table gives by default (and anything inside the bundled sample's folder)."""
-    defaults = {OPTIONS[name].default for name in ("save_dir", "data_path", "tokenizer_path", "cache_dir")}
+    defaults = {entry.default for entry in OPTIONS.values() if "path" in entry.metadata and entry.default}
     return str(text) in defaults or str(text).startswith("dataset/sample/")
 
 
-def nearest(name: str, names: Any) -> str:
-    """` (did you mean ...?)` for a misspelt name, or nothing when none is near."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+def absolute(name: str, value: Any) -> Any:
+    """The value of an option, its paths made absolute but for the default ones."""
+    kind = OPTIONS[name].metadata.get("path")
+    if kind == "list":
+        return join_paths([path if is_default_path(path) else resolve_pattern(path) for path in split_paths(value)])
+    return str(resolve_path(value)) if kind and not is_default_path(value) else value
 
 
-def convert(name: str, value: Any) -> Any:
-    """`value` from YAML or the command line as the option's type. Raises ValueError with the reason in words."""
-    default = OPTIONS[name].default
-    if value is None:
-        raise ValueError("a value is needed")
-    if isinstance(default, str):
-        if isinstance(value, (list, tuple)) and name in ("data_path", "val_path"):
-            value = ",".join(map(str, value))
-        if isinstance(value, bool):  # YAML reads a bare `no` or `on` as a truth value
-            return str(int(value))
-        if isinstance(value, (dict, list)):
-            raise ValueError("a text is needed")
-        return convert_text(str(value), may_be_blank=not default)
-    if isinstance(value, bool):
-        value = int(value)
-    if isinstance(value, (dict, list)):
-        raise ValueError("a number is needed")
-    if isinstance(default, int):
-        if isinstance(value, float) or not re.fullmatch(r"[+-]?\d+", str(value).strip()):
-            raise ValueError("a whole number is needed")
-        return int(value)
-    return float(value)
-
-
-def convert_text(value: str, may_be_blank: bool) -> str:
-    """The text, if it can be stored and shown. An empty path would mean the current folder, which nobody meant."""
-    if not may_be_blank and not value.strip():
-        raise ValueError("a value is needed")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError("not UTF-8; rename the file or folder") from None
-    if not value.isprintable():
-        raise ValueError("holds characters that cannot be printed; write it without them")
-    return value
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError for a missing file, bad YAML, duplicate or unknown keys."""
-    import yaml
-
-    class UniqueKeys(yaml.SafeLoader):
-        pass
-
-    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
-        keys = [str(loader.construct_object(key)) for key, _ in node.value]
-        repeated = sorted({key for key in keys if keys.count(key) > 1})
-        if repeated:
-            raise UserError(f"--config {path}: {', '.join(repeated)} is set more than once; keep one line")
-        return dict(zip(keys, (loader.construct_object(value, deep=True) for _, value in node.value), strict=True))
-
-    UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror or error}; give the path of a YAML file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no such date
-        where = " ".join(str(error).split())
-        raise UserError(f"--config {path}: not valid YAML ({where}); one `name: value` a line") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise UserError(f"--config {path}: holds a {type(loaded).__name__}; it needs one `name: value` a line")
-    unknown = [str(key) for key in loaded if key not in OPTIONS or key == "config"]
-    if unknown:
-        raise UserError([f"--config {path}: unknown setting {key!r}{nearest(key, OPTIONS)}" for key in unknown])
-    return loaded
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that reports through UserError, so that mistakes of every kind leave by one door."""
-
-    def error(self, message: str) -> Any:
-        raise UserError(message)
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """Plain metavars: to argparse every value may be missing, so that we can report it with all else that is wrong."""
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        return str(action.metavar)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line: one flag an option, grouped, with defaults shown. Values stay text until `convert`."""
-    parser = Parser(
-        prog="train_pretrain.py",
-        usage="%(prog)s [--config FILE.yaml] [--name value ...]",
-        description="Train a MiniMind language model from raw text.",
-        allow_abbrev=False,
-        formatter_class=lambda prog: HelpFormatter(prog, max_help_position=34, width=118),
-    )
-    groups: dict[str, Any] = {}
-    for name, entry in OPTIONS.items():
-        about = entry.metadata
-        group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
-        groups[about["group"]] = group
-        choices = about.get("choices")
-        is_switch = choices == (0, 1)
-        shown = "|".join(map(str, choices)) if choices else {str: "TEXT", int: "N", float: "X"}[type(entry.default)]
-        note = f" (default: {entry.default})" if entry.default != "" else ""
-        group.add_argument(
-            f"--{name}",
-            default=argparse.SUPPRESS,
-            metavar=shown,
-            help=(about["help"] + note).replace("%", "%%"),
-            nargs="?",
-            const="1" if is_switch else None,
-        )
-    return parser
-
-
-def load_config(argv: list[str] | None = None) -> Config:
-    """Settings from defaults, YAML and `argv` (sys.argv when None). Raises UserError naming every mistake at once."""
-    found, unknown = build_parser().parse_known_args(argv)
-    spoken = vars(found)
-    problems = unknown_words(unknown)
-    values: dict[str, Any] = {}
-    if spoken.get("config"):
-        try:
-            path = Path(os.path.expandvars(os.path.expanduser(spoken["config"])))
-            values, more = convert_all(read_yaml(path), f"--config {path}: ")
-            problems += more
-        except UserError as error:
-            problems += error.problems
-    from_flags, more = convert_all(spoken, "--")
-    problems += more
-    if problems:
-        raise UserError(problems)
-    values |= from_flags
-    return Config(**values, given=frozenset(values), flags=frozenset(spoken))
-
-
-def report(error: UserError) -> int:
-    """Print what is wrong, a line a problem; returns the exit status of a mistake."""
-    for problem in error.problems:
-        print(f"Error: {problem}", file=sys.stderr)
-    return 2
-
-
-def check_command_line() -> None:
-    """Leave at once with help, or with what is wrong with sys.argv. Ranks of torchrun leave that to `main`, which
-    reports once a machine."""
-    if "RANK" not in os.environ:
-        try:
-            load_config()
-        except UserError as error:
-            sys.exit(report(error))
-
-
-def unknown_words(words: list[str]) -> list[str]:
-    """Problems of what the parser did not recognise; the value behind an unknown flag is not a problem of its own."""
-    problems = []
-    for before, word in zip(["", *words], words, strict=False):
-        if word.startswith("-"):
-            problems.append(f"{word}: no such option{nearest(word.lstrip('-').split('=')[0], OPTIONS)}; see --help")
-        elif not before.startswith("-"):
-            problems.append(f"{word!r}: stands alone; options are written --name value")
-    return problems
-
-
-def convert_all(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
-    """(converted values, problems) of settings as they were written; `source` goes before a problem's name."""
-    values, problems = {}, []
-    for name, value in raw.items():
-        try:
-            values[name] = convert(name, value)
-        except (ValueError, OverflowError) as error:
-            reason = "a number is needed" if "could not convert" in str(error) else error
-            problems.append(f"{source}{name}{'' if value is None else f' {value!r:.100}'}: {reason}")
-            continue
-        if problem := broken_limit(name, values[name]):
-            problems.append(f"{source}{name} {values[name]}: {problem}")
-    return values, problems
-
-
-def broken_limit(name: str, value: Any) -> str:
-    """The problem of one value taken alone: choice, range, finiteness; empty if there is none."""
-    about = OPTIONS[name].metadata
-    choices = about.get("choices")
-    if choices and value not in choices:
-        hint = nearest(str(value), map(str, choices))
-        return f"choose one of {', '.join(map(str, choices))}{hint}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number is needed"
-    if "low" in about and value < about["low"]:
-        return f"too small; the least that can work is {about['low']}"
-    if "above" in about and value <= about["above"]:
-        return f"must be greater than {about['above']}"
-    if "high" in about and value > about["high"]:
-        return f"too large; the most that can work is {about['high']}"
-    return ""
+# --- resumes ---
 
 
 def with_saved(config: Config, saved: dict[str, Any]) -> Config:

@@ -23,7 +23,6 @@ from training.distributed import World
 from training.during.console import Console
 from training.during.run import Listener, Run
 from training.during.stopping import StopSignal
-from training.during.tracker import start_tracker
 from training.optimizers import build_optimizers
 from training.parallel import parallelize
 from training.saving.live_state import capture_rng
@@ -32,6 +31,7 @@ from training.saving.run_folder import RunFolder, contents, folder_errors, open_
 from training.saving.saver import Saver
 from training.saving.state import RunFacts, TrainingState
 from training.schedule import accumulation_steps, choose_batch_size
+from training.trackers import start_tracker
 
 
 def begin_run(prepared: Prepared, world: World, stop: StopSignal, listener: Listener) -> Run:
@@ -62,8 +62,8 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal, listener: List
     for line in notes:
         console.print(line)
     tracker = start_tracker(
-        bool(config.use_wandb) and world.is_main and not config.eval_only, config.wandb_project, config.run_name,
-        config.values(), config.run_folder, progress.tracker_run_id or None, world.is_main, console.print,
+        config.tracker_name if world.is_main and not config.eval_only else "", config.wandb_project, config.run_name,
+        config.values(), config.run_folder, progress.tracker_run_id or None, console.print,
     )  # fmt: skip
     progress.tracker_run_id = tracker.run_id or progress.tracker_run_id
     saver = Saver(config, world, state, clock, facts, weights_description(prepared), folder)

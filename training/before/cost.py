@@ -12,7 +12,7 @@ from dataset.lm_dataset import PretrainDataset
 from model.model_minimind import MiniMindForCausalLM
 from training.choices import Choices
 from training.config import Config
-from training.optimizers import is_hidden_matrix
+from training.optimizers import state_bytes
 from training.schedule import Clock, accumulation_steps
 from training.words import duration, mebibytes
 
@@ -121,11 +121,7 @@ def cost_lines(predicted: dict[str, Any], world_size: int) -> list[str]:
 
 
 def model_bytes(model: nn.Module, config: Config) -> tuple[int, int, int]:
-    """Bytes of (a resume state on disk, a half-precision weights file, what training holds in memory). AdamW keeps two
-    moments of a parameter, Muon one of its matrices."""
+    """Bytes of (a resume state on disk, a half-precision weights file, what training holds in memory)."""
     total = sum(p.numel() for p in model.parameters())
-    by_muon = sum(
-        p.numel() for name, p in model.named_parameters() if config.optimizer == "muon" and is_hidden_matrix(name, p)
-    )
-    state = 4 * (3 * total - by_muon)
+    state = 4 * total + state_bytes(model, config.optimizer)
     return state, 2 * total, state + 4 * total

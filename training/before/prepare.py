@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from dataset.text_tokenizer import TextTokenizer
 from errors import Findings, refuse
 from model.model_minimind import MiniMindForCausalLM
-from training.before.checks import check_model, check_plan, check_run_folder, check_settings, check_torchrun
+from training.before.checks import check_length, check_model, check_settings
 from training.before.cost import Cost, estimate_cost
 from training.before.data import open_data
+from training.before.folders import check_run_folder
+from training.before.machine import check_torchrun
 from training.before.resume import check_identity, find_checkpoint, saved_progress
 from training.before.start_model import init_model, model_shape
 from training.config import Config, resolve_path, with_saved
@@ -69,7 +71,7 @@ def prepare(config: Config) -> Prepared:
     epochs = Epochs(len(data.train), choose_global_batch(config, world_size, saved_batch))
     config = with_earlier_end(config, epochs, progress)
     clock = make_clock(config, epochs, progress)
-    refuse(check_plan(config, clock, world_size, progress.step))
+    refuse(check_length(config, clock.rows_per_step, world_size, progress.step))
     cost = estimate_cost(model, config, data.train)
     return Prepared(config, data, clock, cost, checkpoint, progress, model, seen)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataset.lm_dataset import PretrainDataset
+from training.before.checks import notes_on
 from training.before.cost import cost_lines
 from training.before.prepare import Prepared
 from training.before.resume import describe_changes
@@ -30,6 +31,7 @@ def start_page(prepared: Prepared, facts: RunFacts, predicted: dict[str, Any]) -
     if data.validation:
         lines.append(f"Validation: {ledger_line(data.validation)}")
     lines += cost_lines(predicted, choices.world_size)[: 1 if config.eval_only else None]
+    lines += [f"Note: {note}" for note in notes_on(config, prepared.clock.total_steps, choices.device)]
     if checkpoint:
         lines.append(f"Resuming {checkpoint.folder}")
         changes = describe_changes(config, checkpoint.state, facts, prepared.clock, prepared.progress.rows_seen)

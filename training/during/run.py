@@ -21,12 +21,12 @@ from training.distributed import World
 from training.during.console import Console
 from training.during.divergence import DivergenceWatch
 from training.during.stopping import StopSignal
-from training.during.tracker import Tracker
 from training.saving.live_state import capture_rng
 from training.saving.run_folder import RunFolder
 from training.saving.saver import Saver
 from training.saving.state import TrainingState
 from training.schedule import Clock
+from training.trackers import Tracker
 
 Listener = Callable[[str, "Run"], None]  # told of begun, micro-batch, gradients, step, evaluating ...
 Steps = Generator[tuple[StepRows, Iterator[Batch]], None, None]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from errors import CheckpointError
+from training.optimizers import row_of
 
 # --- parameters and optimizers ---
 
@@ -68,13 +69,6 @@ def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         parameter.copy_(tensors[name])
 
 
-# State of a parameter after a step.
-STATE_KEYS: dict[type[Optimizer], set[str]] = {
-    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
-    torch.optim.Muon: {"momentum_buffer"},
-}
-
-
 def flatten_optimizer(optimizers: list[Optimizer], model: nn.Module) -> dict[str, Tensor]:
     """`<parameter name>/<state key>` -> the optimizer's own tensor (no copy), over one or several optimizers.
 
@@ -106,12 +100,13 @@ def restore_optimizer(optimizers: list[Optimizer], model: nn.Module, tensors: Ma
     plan: list[tuple[Optimizer, nn.Parameter, dict[str, Tensor]]] = []
     for optimizer in optimizers:
         began = any(names[p] in saved for group in optimizer.param_groups for p in group["params"])
-        wanted = STATE_KEYS[type(optimizer)] if began else set()
+        row = row_of(optimizer)
         for group in optimizer.param_groups:
-            on_device = bool(group.get("fused"))  # whose step counts live beside the parameters
+            on_device = bool(group.get("fused"))  # whose counters live beside the parameters
             for parameter in group["params"]:
                 entries = saved.pop(names[parameter], {})
-                problems += _state_problems(names[parameter], parameter, entries, wanted)
+                wanted = row.state_of(parameter) if began else {}
+                problems += _state_problems(names[parameter], entries, wanted)
                 plan.append((optimizer, parameter, _placed(entries, parameter, on_device)))
     problems += [f"{name} is not a parameter of this optimizer" for name in saved]
     refuse_differences(
@@ -124,11 +119,13 @@ def restore_optimizer(optimizers: list[Optimizer], model: nn.Module, tensors: Ma
             optimizer.state[parameter] = entries
 
 
-def _state_problems(name: str, parameter: Tensor, entries: Mapping[str, Tensor], wanted: set[str]) -> list[str]:
-    problems = [f"{name}/{key} is missing" for key in wanted - entries.keys()]
-    problems += [f"{name}/{key} is not known to this optimizer" for key in entries.keys() - wanted]
-    for key, value in entries.items():
-        shape, dtype = (torch.Size(()), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
+def _state_problems(
+    name: str, entries: Mapping[str, Tensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> list[str]:
+    problems = [f"{name}/{key} is missing" for key in wanted.keys() - entries.keys()]
+    problems += [f"{name}/{key} is not known to this optimizer" for key in entries.keys() - wanted.keys()]
+    for key in wanted.keys() & entries.keys():
+        (shape, dtype), value = wanted[key], entries[key]
         if value.shape != shape or value.dtype != dtype:
             problems.append(
                 f"{name}/{key} is {value.dtype} {list(value.shape)}, this optimizer needs {dtype} {list(shape)}"
@@ -140,7 +137,7 @@ def _placed(entries: Mapping[str, Tensor], parameter: Tensor, on_device: bool) -
     """Own copies (files are memory-mapped) on the device where this optimizer expects them."""
     host = torch.device("cpu")
     return {
-        key: value.to(parameter.device if on_device or key != "step" else host, copy=True)
+        key: value.to(parameter.device if on_device or value.ndim else host, copy=True)
         for key, value in entries.items()
     }
 

@@ -16,7 +16,8 @@ from typing import ClassVar
 
 import pytest
 
-from training.during import tracker as module
+from training import trackers as module
+from training.config import Config
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +33,7 @@ def no_login(tmp_path, monkeypatch):
 
 def start(tmp_path, lines, **options) -> module.Tracker:
     config = {"lr": 0.1, "path": Path("x")}
-    return module.start_tracker(True, "project", "run", config, tmp_path, say=lines.append, **options)
+    return module.start_tracker("swanlab", "project", "run", config, tmp_path, say=lines.append, **options)
 
 
 def fake_swanlab(monkeypatch, init, key="x") -> None:
@@ -90,10 +91,10 @@ def test_swanlab_without_a_login_runs_offline_and_leaves_our_hooks_and_stdout_al
 
 BLACK_HOLE = """
 import sys, time
-from training.during import tracker as module
-module.ONLINE_START_SECONDS = 1.0
+from training import trackers as module
+module.START_SECONDS = 1.0
 began = time.monotonic()
-tracker = module.start_tracker(True, "p", "r", {}, sys.argv[1], run_id="abc")
+tracker = module.start_tracker("swanlab", "p", "r", {}, sys.argv[1], run_id="abc")
 tracker.log({"loss": 1.0}, 1)
 tracker.finish()
 print("mode", tracker.mode, tracker.run_id, "late" if time.monotonic() - began > 6 else "in time")
@@ -154,9 +155,9 @@ class FakeServer(BaseHTTPRequestHandler):
 
 ONLINE = """
 import sys, time
-from training.during import tracker as module
+from training import trackers as module
 module.FINISH_SECONDS = float(sys.argv[2])
-tracker = module.start_tracker(True, "p", "r", {"lr": 0.1}, sys.argv[1], run_id="abc")
+tracker = module.start_tracker("swanlab", "p", "r", {"lr": 0.1}, sys.argv[1], run_id="abc")
 for step in range(20):
     tracker.log({"loss": 1.0}, step)
 began = time.monotonic()
@@ -197,10 +198,16 @@ def test_a_missing_or_broken_swanlab_is_one_line(tmp_path, monkeypatch):
     assert start(tmp_path, lines).mode == "off"
 
 
-def test_no_tracker_is_started_unasked_or_on_other_ranks(tmp_path, monkeypatch):
+def test_no_tracker_is_started_unasked(tmp_path, monkeypatch):
     fake_swanlab(monkeypatch, lambda **_: pytest.fail("was started"))
-    assert module.start_tracker(False, "p", "r", {}, tmp_path).mode == "off"
-    assert module.start_tracker(True, "p", "r", {}, tmp_path, is_main=False).mode == "off"
+    assert module.start_tracker("", "p", "r", {}, tmp_path, run_id="kept").run_id == "kept"
+
+
+def test_use_wandb_means_swanlab_and_a_named_tracker_wins():
+    assert [Config(**values).tracker_name for values in ({}, {"use_wandb": 1}, {"tracker": "swanlab"})] == [
+        "", "swanlab", "swanlab",
+    ]  # fmt: skip
+    assert Config(use_wandb=1, tracker="other").tracker_name == "other"
 
 
 def test_a_start_that_hangs_is_left_after_the_limit_and_ended_if_it_comes_late(tmp_path, monkeypatch):
@@ -211,7 +218,7 @@ def test_a_start_that_hangs_is_left_after_the_limit_and_ended_if_it_comes_late(t
         return run
 
     fake_swanlab(monkeypatch, init)
-    monkeypatch.setattr(module, "ONLINE_START_SECONDS", 0.1)
+    monkeypatch.setattr(module, "START_SECONDS", 0.1)
     lines: list[str] = []
     began = time.monotonic()
     assert start(tmp_path, lines).mode == "off"
