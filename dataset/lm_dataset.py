@@ -23,7 +23,7 @@ from storage.folders import disk_errors, locked, new_folder, read_array, read_me
 IGNORED = -100  # target of a position that has nothing to predict
 MISSING_ROW = -1
 PLAN_VERSION = 1
-PLAN_DTYPES = {
+PLAN_DTYPES = {  # file names, in the order of RowPlan's fields; on disk segments keep their older name
     "piece_start": np.int64,
     "piece_length": np.int32,
     "row_offsets": np.int64,
@@ -115,10 +115,10 @@ class PretrainDataset(Dataset):
         first = plan.row_offsets[row[filled]]
         pieces = plan.row_offsets[row[filled] + 1] - first  # [filled rows]
         piece = _ranges(first, pieces)  # indices into the plan, row by row
-        length = plan.piece_length[piece].astype(np.int64)  # targets of each piece
+        length = plan.segment_length[piece].astype(np.int64)  # targets of each piece
         where = np.repeat(filled * size, pieces) + _before_within(length, pieces)  # its place in the flat batch
         flat = np.repeat(where, length) + (position := _ranges(np.zeros_like(length), length))
-        source = np.repeat(plan.piece_start[piece], length) + position
+        source = np.repeat(plan.segment_start[piece], length) + position
         batch = _empty_batch(len(row), size, self.cache.pad_id)
         input_ids, targets, position_ids, segment_ids = (array.reshape(-1) for array in batch)
         input_ids[flat] = self.tokens[source]
@@ -143,8 +143,8 @@ class PretrainDataset(Dataset):
         Summed over all rows it is what bits per byte divide by, whether documents are split between rows or not.
         """
         offsets = self.cache.document_offsets
-        document = np.searchsorted(offsets, self.plan.piece_start, side="right") - 1
-        begins = offsets[document] == self.plan.piece_start
+        document = np.searchsorted(offsets, self.plan.segment_start, side="right") - 1
+        begins = offsets[document] == self.plan.segment_start
         if not self.packing:
             begins &= offsets[document + 1] - offsets[document] <= self.max_seq_len
         weights = np.where(begins, self.cache.document_bytes[document], 0)
@@ -218,7 +218,7 @@ def _load_or_plan(cache: TokenCache, size: int, packing: bool, documents: np.nda
             if plan is None:
                 plan = _plan(cache, size, packing, documents)
                 with disk_errors(folder), new_folder(folder) as temporary:
-                    files = write_arrays(temporary, {name: getattr(plan, name) for name in PLAN_DTYPES})
+                    files = write_arrays(temporary, dict(zip(PLAN_DTYPES, vars(plan).values(), strict=True)))
                     metadata = {"version": PLAN_VERSION, "fingerprint": cache.fingerprint, "files": files}
                     write_metadata(temporary, metadata)
             return plan

@@ -44,7 +44,7 @@ from storage.hashed_file import HashedFile, file_digest
 
 VERSION = 1
 BATCH_BYTES = 1 << 20  # of text per call of the tokenizer: enough for many cores, little enough to hold three of them
-BATCH_PIECES = 1 << 13
+BATCH_CHUNKS = 1 << 13
 ENCODERS = 2  # calls in flight: while one call's last text is being encoded, the cores work on the next
 
 
@@ -243,25 +243,25 @@ def _no_document(request: _Request, ledger: dict) -> str:
 
 @dataclass
 class _Batch:
-    """Texts for one call of the tokenizer. A long text comes as several pieces, perhaps over several batches."""
+    """Texts for one call of the tokenizer. A long text comes as several chunks, perhaps over several batches."""
 
-    pieces: list[str] = field(default_factory=list)
-    opens: list[bool] = field(default_factory=list)  # piece starts a document
-    closes: list[bool] = field(default_factory=list)  # piece ends one
+    chunks: list[str] = field(default_factory=list)
+    opens: list[bool] = field(default_factory=list)  # chunk starts a document
+    closes: list[bool] = field(default_factory=list)  # chunk ends one
     document_bytes: list[int] = field(default_factory=list)  # of documents closed here
     document_hashes: list[int] = field(default_factory=list)
     text_bytes: int = 0
     other_part: int = 0  # documents passed over because the other part holds them
 
     def full(self) -> bool:
-        return self.text_bytes >= BATCH_BYTES or len(self.pieces) >= BATCH_PIECES
+        return self.text_bytes >= BATCH_BYTES or len(self.chunks) >= BATCH_CHUNKS
 
 
 @dataclass
 class _Encoded:
     batch: _Batch
     tokens: np.ndarray
-    piece_lengths: list[int]
+    chunk_lengths: list[int]
 
 
 def _batches(reader: TextReader, request: _Request) -> Iterator[_Batch]:
@@ -273,17 +273,17 @@ def _batches(reader: TextReader, request: _Request) -> Iterator[_Batch]:
             batch.other_part += 1
             continue
         text, document.utf8 = document.text, b""  # the reader still holds the document
-        pieces = iter([text]) if size <= BATCH_BYTES else request.tokenizer.pieces(text)
-        piece = next(pieces, None)
+        chunks = iter([text]) if size <= BATCH_BYTES else request.tokenizer.chunks(text)
+        chunk = next(chunks, None)
         opens = True
-        while piece is not None:
-            following = next(pieces, None)
-            batch.pieces.append(piece)
+        while chunk is not None:
+            following = next(chunks, None)
+            batch.chunks.append(chunk)
             batch.opens.append(opens)
             batch.closes.append(following is None)
-            batch.text_bytes += len(piece) if size == len(text) else size * len(piece) // len(text)
-            piece, opens = following, False
-            if piece is None:
+            batch.text_bytes += len(chunk) if size == len(text) else size * len(chunk) // len(text)
+            chunk, opens = following, False
+            if chunk is None:
                 batch.document_bytes.append(size)
                 batch.document_hashes.append(number)
             if batch.full():
@@ -312,7 +312,7 @@ def _encode(batch: _Batch, tokenizer: TextTokenizer) -> _Encoded:
     dtype = token_dtype(tokenizer.vocab_size)
     flat = array.array("H" if dtype == np.uint16 else "I")
     lengths = []
-    for ids, opens, closes in zip(tokenizer.encode_batch(batch.pieces), batch.opens, batch.closes, strict=True):
+    for ids, opens, closes in zip(tokenizer.encode_batch(batch.chunks), batch.opens, batch.closes, strict=True):
         before = len(flat)
         if ids or not (opens and closes):  # a text that normalises to nothing is no document
             if opens:
@@ -338,7 +338,7 @@ class _Writer:
         self.files = {name: HashedFile(folder / f"{name}.bin") for name in self.NAMES}
         self.files["document_offsets"].write(np.zeros(1, np.int64))
         self.tokens = self.documents = self.text_bytes = self.empty = self.other_part = 0
-        self.open_length = 0  # tokens of the document whose last piece has not come yet
+        self.open_length = 0  # tokens of the document whose last chunk has not come yet
         self.longest = 0
 
     def write(self, encoded: _Encoded, reader: TextReader) -> None:
@@ -347,7 +347,7 @@ class _Writer:
             self._announce(encoded, reader)
         self.files["tokens"].write(encoded.tokens)
         lengths = []
-        for length, closes in zip(encoded.piece_lengths, batch.closes, strict=True):
+        for length, closes in zip(encoded.chunk_lengths, batch.closes, strict=True):
             self.open_length += length
             if closes:
                 lengths.append(self.open_length)

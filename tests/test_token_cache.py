@@ -75,22 +75,22 @@ def test_each_document_is_bos_ids_eos_in_file_order(tmp_path, build, tokenizer, 
     assert cache.tokens.dtype == np.uint16 and cache.document_offsets.dtype == np.int64
 
 
-@pytest.mark.parametrize("size, pieces", [(1, 10), (50, 1), (1000, 3), (10**9, 10**9)])
-def test_the_size_of_a_tokenizer_call_does_not_change_the_tokens(tmp_path, build, texts, monkeypatch, size, pieces):
+@pytest.mark.parametrize("size, chunks", [(1, 10), (50, 1), (1000, 3), (10**9, 10**9)])
+def test_the_size_of_a_tokenizer_call_does_not_change_the_tokens(tmp_path, build, texts, monkeypatch, size, chunks):
     path = write(tmp_path / "a.jsonl", texts)
     expected = build(path)
     monkeypatch.setattr(token_cache, "BATCH_BYTES", size)
-    monkeypatch.setattr(token_cache, "BATCH_PIECES", pieces)
+    monkeypatch.setattr(token_cache, "BATCH_CHUNKS", chunks)
     cache = build(path, cache_dir=tmp_path / "other")
     for name in ("tokens", "document_offsets", "document_bytes", "document_hashes"):
         assert np.array_equal(getattr(cache, name), getattr(expected, name)), name
     assert cache.ledger == expected.ledger and cache.fingerprint == expected.fingerprint
 
 
-def test_long_texts_in_pieces_give_the_ids_of_the_whole(tmp_path, build, tokenizer, monkeypatch):
+def test_long_texts_in_chunks_give_the_ids_of_the_whole(tmp_path, build, tokenizer, monkeypatch):
     texts = [TEXT * 40, "short", TEXT * 25, "x" * 3000]
     monkeypatch.setattr(token_cache, "BATCH_BYTES", 500)
-    monkeypatch.setattr(TextTokenizer, "pieces", lambda self, text: self._cuts.pieces(text, 200))
+    monkeypatch.setattr(TextTokenizer, "chunks", lambda self, text: self._cuts.chunks(text, 200))
     cache = build(write(tmp_path / "a.jsonl", texts))
     expected = [[tokenizer.bos_id, *ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
     assert cache.tokens.tolist() == [number for ids in expected for number in ids]
