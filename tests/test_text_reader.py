@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataset.text_reader import TextReader, find_files
+from dataset.source_files import find_files
+from dataset.text_reader import TextReader
 from errors import DataError
 
 
@@ -80,7 +81,7 @@ def test_whatever_texts_are_written_come_out_again(tmp_path_factory, texts, asci
     lines = [json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts]
     path.write_bytes("\n".join(lines).encode("utf-8"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dataset.text_reader.BLOCK_BYTES", block)
+        patch.setattr("dataset.text_formats.BLOCK_BYTES", block)
         assert read(str(path))[0] == texts
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dataset.text_formats import known_suffixes
 from errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +64,7 @@ class Config:
     # --- data ---
     data_path: str = option(
         "dataset/sample/train.jsonl", "data",
-        "files, folders or globs, comma-separated: .jsonl, .jsonl.gz, .txt, .parquet; the sample is made on first use",
+        f"files, folders or globs, comma-separated: {known_suffixes()}; the sample is made on first use",
     )  # fmt: skip
     val_path: str = option("", "data", "validation documents; with the bundled sample: its own")
     val_fraction: float = option(

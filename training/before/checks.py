@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from dataset.text_reader import find_files
+from dataset.source_files import find_files
+from dataset.text_formats import FORMATS
 from errors import Findings
 from training.before.cost import Plan, model_bytes
 from training.before.start_model import find_weights
@@ -107,8 +108,10 @@ def check_sources(config: Config) -> list[str]:
         found = Findings()
         files = found.of(find_files, resolve_paths(text))
         problems += [f"--{name} {problem}" for problem in found]
-        if name == "data_path" and files and "text_key" in config.flags and all(f.kind == "txt" for f in files):
-            problems.append(f"--text_key {config.text_key}: .txt files have no keys; drop it")
+        suffixes = {file.suffix for file in files or []}
+        keyless = suffixes and not any(FORMATS[suffix].has_keys for suffix in suffixes)
+        if name == "data_path" and "text_key" in config.flags and keyless:
+            problems.append(f"--text_key {config.text_key}: {'/'.join(suffixes)} files have no keys; drop it")
     if config.from_weight != "none":
         problems.of(find_weights, config)
     return list(problems)
