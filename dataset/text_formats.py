@@ -10,8 +10,10 @@ import codecs
 import gzip
 import io
 import json
+import re
+import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,12 @@ class FileTrouble(Exception):
 
 
 class WrongLine(Exception):
-    """One record cannot be read; `reason` is counted, `detail` shown. `line`: which of the record's lines, from 0."""
+    """One record cannot be read; `reason` is counted, `detail` shown. `line`: which of the record's lines, from 0.
+    `of_file`: what the record says of its whole file, where it is no slip of one line."""
 
-    def __init__(self, reason: str, detail: str = "", line: int = 0):
+    def __init__(self, reason: str, detail: str = "", line: int = 0, of_file: str = ""):
         super().__init__(reason)
-        self.reason, self.detail, self.line = reason, detail, line
+        self.reason, self.detail, self.line, self.of_file = reason, detail, line, of_file
 
 
 class TextFormat:
@@ -65,6 +68,8 @@ class TextFormat:
 class JsonLines(TextFormat):
     """A JSON object a line. The byte order mark of the first line is dropped."""
 
+    opened: Callable[..., Any] = staticmethod(open)
+
     def __init__(self, text_key: str):
         super().__init__(text_key)
         self.at_start, self.is_utf16, self.repeated = True, False, False
@@ -73,6 +78,23 @@ class JsonLines(TextFormat):
 
     def records(self, file: io.RawIOBase, path: Path) -> Iterator[tuple[bytes, bool]]:
         return split_lines(file)
+
+    @classmethod
+    def trouble(cls, path: Path) -> str | None:
+        """JSON in another shape than an object a line, told by how it begins. Damage is for the reading to find."""
+        try:
+            with cls.opened(path, "rb") as file:
+                shape = _other_shape(file)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return None
+        if shape == "array":
+            modules, opened = ("gzip, json, sys", "gzip.open") if cls.magic else ("json, sys", "open")
+            script = f"import {modules}; [print(json.dumps(o)) for o in json.load({opened}(sys.argv[1], 'rb'))]"
+            command = f'python -c "{script}" {shlex.quote(str(path))} > lines.jsonl'
+            return f"is one JSON array, not one object a line; write its objects on lines: {command}"
+        if shape == "object":
+            return "has JSON objects spread over several lines; write each on a line of its own (`jq -c .` does)"
+        return None
 
     def text_of(self, record: tuple[bytes, bool]) -> str | None:
         line, ended = record
@@ -87,6 +109,9 @@ class JsonLines(TextFormat):
         if not isinstance(value, dict):
             raise WrongLine("not an object", f"the line is {JSON_NAMES[type(value)]}")
         if self.text_key not in value:
+            for key in CHAT_KEYS:
+                if isinstance(value.get(key), list):
+                    raise chat_data(key)
             keys = ", ".join(map(repr, list(value)[:5])) or "no key at all"
             raise WrongLine(f"key {self.text_key!r} missing", f"it has {keys[:120]}; choose with --text_key")
         text = checked_text(value[self.text_key], self.text_key)
@@ -119,6 +144,7 @@ class JsonLines(TextFormat):
 
 class GzipJsonLines(JsonLines):
     content, magic = "gzip data", b"\x1f\x8b"
+    opened: Callable[..., Any] = staticmethod(gzip.open)
 
     def records(self, file: io.RawIOBase, path: Path) -> Iterator[tuple[bytes, bool]]:
         try:
@@ -155,9 +181,13 @@ class Parquet(TextFormat):
         parquet = _import_parquet()
         try:
             table = parquet.ParquetFile(path)
-            if self.text_key not in table.schema_arrow.names:
-                names = ", ".join(table.schema_arrow.names[:20])
-                raise FileTrouble(f"has no column {self.text_key!r}; name one of these with --text_key: {names}")
+            names = table.schema_arrow.names
+            if self.text_key not in names:
+                for key in CHAT_KEYS:
+                    if key in names:
+                        raise FileTrouble(f"is {chat_data(key).of_file}")
+                shown = ", ".join(names[:20])
+                raise FileTrouble(f"has no column {self.text_key!r}; name one of these with --text_key: {shown}")
             for batch in table.iter_batches(batch_size=1024, columns=[self.text_key]):
                 yield from batch.column(0).to_pylist()
         except (FileTrouble, OSError):
@@ -225,7 +255,40 @@ def decode(data: bytes) -> str:
 def checked_text(value: Any, key: str) -> str:
     if isinstance(value, str):
         return value
+    if key in CHAT_KEYS and isinstance(value, list):
+        raise chat_data(key)
     raise WrongLine(f"{key!r} is {JSON_NAMES.get(type(value), type(value).__name__)}, not a string")
+
+
+CHAT_KEYS = ("conversations", "conversation", "messages")
+
+
+def chat_data(key: str) -> WrongLine:
+    """A record of turns where a text is asked for."""
+    join = f"'\\n'.join(t.get('content') or t.get('value') or '' for t in json.loads(line)[{key!r}])"
+    script = f"import json, sys; [print(json.dumps({{'text': {join}}})) for line in sys.stdin]"
+    return WrongLine(
+        "chat data",
+        what := f"{key!r} holds the turns of a conversation",
+        of_file=f"chat data: {what}, and this program learns from plain texts; join the turns of each into one text "
+        f"under the key 'text', such as by python -c \"{script}\" < chat.jsonl > texts.jsonl",
+    )
+
+
+def _other_shape(file: Any) -> str | None:
+    """ "array" or "object" for JSON that fills a file as one array, or spreads an object over lines."""
+    start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
+    if re.match(rb"\{[ \t\r]*\n\s*[\"}]", start):
+        return "object"
+    if not re.match(rb"\[\s*[\[{\"]", start):
+        return None
+    line, ended, rest = start.partition(b"\n")
+    while not ended and (block := file.read(BLOCK_BYTES)):  # of a long line the end is enough
+        more, ended, rest = block.partition(b"\n")
+        line = (line + more)[-BLOCK_BYTES:]
+    while not rest.strip() and (block := file.read(BLOCK_BYTES)):
+        rest = block
+    return None if line.rstrip().endswith(b"]") and rest.strip() else "array"  # a list on each line is another mistake
 
 
 def _import_parquet() -> Any:

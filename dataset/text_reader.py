@@ -107,6 +107,8 @@ class TextReader:
                 document = None if text is None else _document(text)
                 del text
             except WrongLine as wrong:
+                if wrong.of_file and self.bad_lines == "stop":
+                    raise FileTrouble(f"line {number} is {wrong.of_file}") from None
                 self.ledger.reject(path, number + wrong.line, wrong)
                 continue
             if document is None:

@@ -238,6 +238,20 @@ CASES = [
     file("no parquet in spite of its name", "d.parquet", TEXT, "is not a parquet file"),
     file("another kind", "d.csv", b"a,b", "unknown kind of file", ".jsonl"),
     Case(
+        "file: one JSON array over many lines",
+        DATA,
+        ["--data_path", "d.jsonl: is one JSON array, not one object a line", "python -c", "lines.jsonl"],
+        {"d.jsonl": json.dumps([{"text": "a"}] * 30, indent=1).encode()},
+        lines=1,
+    ),
+    Case(
+        "file: conversations",
+        DATA,
+        ["d.jsonl: line 1 is chat data", "learns from plain texts", "under the key 'text'", "python -c"],
+        {"d.jsonl": b'{"conversations": [{"role": "user", "content": "a"}]}\n' * 30},
+        lines=1,
+    ),
+    Case(
         "file: a truncated gzip",
         "--data_path d.jsonl.gz",
         ["d.jsonl.gz: the gzip data ends too early, at byte 40 of the file"],
