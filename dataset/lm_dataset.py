@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from dataset.cache_request import METADATA, cache_errors
 from dataset.packing import RowOrder, RowPlan, plan_rows
-from dataset.token_cache import METADATA, TokenCache, cache_errors
+from dataset.token_cache import TokenCache
 from errors import DataError
 from storage.arrays import read_array, write_arrays
 from storage.folders import new_folder
@@ -23,7 +24,7 @@ from storage.manifests import check_folder, write_manifest
 IGNORED = -100  # target of a position that has nothing to predict
 MISSING_ROW = -1
 PLAN_VERSION = 1
-PLAN_DTYPES = {
+PLAN_DTYPES = {  # file names, in the order of RowPlan's fields; on disk segments keep their older name
     "piece_start": np.int64,
     "piece_length": np.int32,
     "row_offsets": np.int64,
@@ -121,25 +122,25 @@ class PretrainDataset(Dataset):
         size, plan = self.max_seq_len, self.plan
         filled = np.flatnonzero(row != MISSING_ROW)
         first = plan.row_offsets[row[filled]]
-        pieces = plan.row_offsets[row[filled] + 1] - first  # [filled rows]
-        piece = _ranges(first, pieces)  # indices into the plan, row by row
-        length = plan.piece_length[piece].astype(np.int64)  # targets of each piece
-        where = np.repeat(filled * size, pieces) + _before_within(length, pieces)  # its place in the flat batch
+        segments = plan.row_offsets[row[filled] + 1] - first  # [filled rows]
+        segment = _ranges(first, segments)  # indices into the plan, row by row
+        length = plan.segment_length[segment].astype(np.int64)  # targets of each segment
+        where = np.repeat(filled * size, segments) + _before_within(length, segments)  # its place in the flat batch
         flat = np.repeat(where, length) + (position := _ranges(np.zeros_like(length), length))
-        source = np.repeat(plan.piece_start[piece], length) + position
+        source = np.repeat(plan.segment_start[segment], length) + position
         arrays = _empty_batch(len(row), size, self.cache.pad_id)
         input_ids, targets, position_ids, segment_ids = (array.reshape(-1) for array in arrays)
         input_ids[flat] = self.tokens[source]
         targets[flat] = self.tokens[source + 1]
         position_ids[flat] = position
-        segment_ids[flat] = np.repeat(_ranges(np.zeros_like(pieces), pieces), length)
+        segment_ids[flat] = np.repeat(_ranges(np.zeros_like(segments), segments), length)
         if not self.packing:  # MiniMind's row shows its last token too, with nothing to predict after it; always eos
             last = where + length
             targets[last - 1] = input_ids[last] = self.cache.eos_id
             position_ids[last], segment_ids[last] = length, 0
         boundaries = _boundaries(arrays[3])
-        ids, next_ids, positions, segments, starts = map(torch.from_numpy, (*arrays, boundaries))
-        return Batch(ids, next_ids, positions, segments, starts, longest=int(np.diff(boundaries).max()))
+        ids, next_ids, positions, numbers, starts = map(torch.from_numpy, (*arrays, boundaries))
+        return Batch(ids, next_ids, positions, numbers, starts, longest=int(np.diff(boundaries).max()))
 
     @property
     def fingerprint(self) -> str:
@@ -148,13 +149,13 @@ class PretrainDataset(Dataset):
 
     @property
     def row_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of the documents whose first piece lies in each row, int64 [rows]; 0 for documents that are cut.
+        """UTF-8 bytes of the documents whose first segment lies in each row, int64 [rows]; 0 for documents that are cut.
 
         Summed over all rows it is what bits per byte divide by, whether documents are split between rows or not.
         """
         offsets = self.cache.document_offsets
-        document = np.searchsorted(offsets, self.plan.piece_start, side="right") - 1
-        begins = offsets[document] == self.plan.piece_start
+        document = np.searchsorted(offsets, self.plan.segment_start, side="right") - 1
+        begins = offsets[document] == self.plan.segment_start
         if not self.packing:
             begins &= offsets[document + 1] - offsets[document] <= self.max_seq_len
         weights = np.where(begins, self.cache.document_bytes[document], 0)
@@ -235,7 +236,7 @@ def _load_or_plan(cache: TokenCache, size: int, packing: bool, documents: np.nda
             if plan is None:
                 plan = _plan(cache, size, packing, documents)
                 with new_folder(folder) as temporary:
-                    files = write_arrays(temporary, {name: getattr(plan, name) for name in PLAN_DTYPES})
+                    files = write_arrays(temporary, dict(zip(PLAN_DTYPES, vars(plan).values(), strict=True)))
                     write_manifest(temporary / METADATA, {**_plan_facts(cache), "files": files})
             return plan
     except DataError:

@@ -1,8 +1,9 @@
 """Documents to rows, and rows to an order: both pure functions of a few integers.
 
-A document of L tokens t takes L - 1 positions (inputs t[:-1], targets t[1:]). A longer one than a row is split; each
-further piece begins with the last token of the piece before, so every target occurs exactly once. Pieces are packed
-best-fit decreasing (Johnson, 1974): the longest first, each into the fullest row that still has room for it.
+A document of L tokens t takes L - 1 positions (inputs t[:-1], targets t[1:]). What of it lies in one row is a segment;
+a document longer than a row is split into several. Each further segment begins with the last token of the one before,
+so every target occurs exactly once. Segments are packed best-fit decreasing (Johnson, 1974): the longest first, each
+into the fullest row that still has room for it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which pieces of which documents lie in which row. Row r holds pieces row_offsets[r] .. row_offsets[r + 1] - 1.
+    """Which segments of which documents lie in which row. Row r holds row_offsets[r] .. row_offsets[r + 1] - 1.
 
-    piece_start int64 [pieces]: first input token of the piece, an index into the cache's tokens
-    piece_length int32 [pieces]: its positions; the targets are the tokens one further on
+    segment_start int64 [segments]: first input token of the segment, an index into the cache's tokens
+    segment_length int32 [segments]: its positions; the targets are the tokens one further on
     row_offsets int64 [rows + 1], row_targets int32 [rows]: targets to predict in each row
     """
 
-    piece_start: np.ndarray
-    piece_length: np.ndarray
+    segment_start: np.ndarray
+    segment_length: np.ndarray
     row_offsets: np.ndarray
     row_targets: np.ndarray
 
@@ -36,7 +37,7 @@ def plan_rows(
 ) -> RowPlan:
     """Rows for documents of these lengths (tokens, bos and eos included), in file order.
 
-    Rows are numbered by the first document they hold, pieces within a row stand in document order. `document_starts`:
+    Rows are numbered by the first document they hold, segments within a row stand in document order. `document_starts`:
     where each document begins in the cache's tokens; one after the other if absent. Time is linear in documents, plus
     a part that depends on max_seq_len alone. packing=False: one document a row, cut to max_seq_len (MiniMind's rows).
     """
@@ -49,14 +50,14 @@ def plan_rows(
     starts = np.cumsum(lengths) - lengths if document_starts is None else np.asarray(document_starts, np.int64)
     if not packing:
         return _one_document_a_row(lengths, starts, max_seq_len)
-    piece_start, piece_length = _split(lengths, starts, max_seq_len)
-    row = _number_by_first_piece(_best_fit(piece_length, max_seq_len))
-    order = np.argsort(row, kind="stable")  # pieces of a row together, in document order
+    segment_start, segment_length = _split(lengths, starts, max_seq_len)
+    row = _number_by_first_segment(_best_fit(segment_length, max_seq_len))
+    order = np.argsort(row, kind="stable")  # segments of a row together, in document order
     rows = int(row.max()) + 1 if row.size else 0
     row_offsets = np.zeros(rows + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=rows), out=row_offsets[1:])
-    row_targets = np.bincount(row, weights=piece_length, minlength=rows).astype(np.int32)
-    return RowPlan(piece_start[order], piece_length[order], row_offsets, row_targets)
+    row_targets = np.bincount(row, weights=segment_length, minlength=rows).astype(np.int32)
+    return RowPlan(segment_start[order], segment_length[order], row_offsets, row_targets)
 
 
 def _one_document_a_row(lengths: np.ndarray, starts: np.ndarray, max_seq_len: int) -> RowPlan:
@@ -65,32 +66,32 @@ def _one_document_a_row(lengths: np.ndarray, starts: np.ndarray, max_seq_len: in
 
 
 def _split(lengths: np.ndarray, starts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start and positions of every piece, in document order; all but the last piece of a document fill a row."""
+    """Start and positions of every segment, in document order; all but the last segment of a document fill a row."""
     positions = lengths - 1
-    pieces = (positions + size - 1) // size
-    first = np.cumsum(pieces) - pieces  # index of each document's first piece
-    within = np.arange(int(pieces.sum())) - np.repeat(first, pieces)
-    piece_start = np.repeat(starts, pieces) + within * size
-    piece_length = np.minimum(np.repeat(positions, pieces) - within * size, size).astype(np.int32)
-    return piece_start, piece_length
+    segments = (positions + size - 1) // size
+    first = np.cumsum(segments) - segments  # index of each document's first segment
+    within = np.arange(int(segments.sum())) - np.repeat(first, segments)
+    segment_start = np.repeat(starts, segments) + within * size
+    segment_length = np.minimum(np.repeat(positions, segments) - within * size, size).astype(np.int32)
+    return segment_start, segment_length
 
 
-def _best_fit(piece_length: np.ndarray, size: int) -> np.ndarray:
-    """Row of each piece, int32. Pieces of one length, and rows with the same room, are handled together.
+def _best_fit(segment_length: np.ndarray, size: int) -> np.ndarray:
+    """Row of each segment, int32. Segments of one length, and rows with the same room, are handled together.
 
-    Going from the longest pieces down, a row with room r takes r // length of them before another row is fuller:
-    exactly what placing the pieces one by one, each into the fullest row that fits, would do.
+    Going from the longest segments down, a row with room r takes r // length of them before another row is fuller:
+    exactly what placing the segments one by one, each into the fullest row that fits, would do.
     """
-    by_length = np.argsort(size - piece_length, kind="stable")  # longest first, file order within a length
-    counts = np.bincount(piece_length, minlength=size + 1)
-    row = np.empty(len(piece_length), np.int32)
+    by_length = np.argsort(size - segment_length, kind="stable")  # longest first, file order within a length
+    counts = np.bincount(segment_length, minlength=size + 1)
+    row = np.empty(len(segment_length), np.int32)
     shelves: list[list[np.ndarray]] = [[] for _ in range(size + 1)]  # shelves[room]: rows with that much room left
     occupied = 0  # bit r is set when shelves[r] is not empty
     done = rows = 0
     for length in np.flatnonzero(counts)[::-1].tolist():
-        pieces = by_length[done : done + counts[length]]
-        done += len(pieces)
-        while len(pieces):
+        segments = by_length[done : done + counts[length]]
+        done += len(segments)
+        while len(segments):
             candidates = occupied >> length
             if candidates:
                 room = length + (candidates & -candidates).bit_length() - 1
@@ -99,25 +100,25 @@ def _best_fit(piece_length: np.ndarray, size: int) -> np.ndarray:
                     occupied &= ~(1 << room)
             else:
                 room, fit = size, size // length
-                needed = -(-len(pieces) // fit)
+                needed = -(-len(segments) // fit)
                 open_rows = np.arange(rows, rows + needed, dtype=np.int32)
                 rows += needed
-            taken = open_rows[: -(-len(pieces) // fit)]  # rows that get a piece
-            placed = pieces[: len(taken) * fit]
+            taken = open_rows[: -(-len(segments) // fit)]  # rows that get a segment
+            placed = segments[: len(taken) * fit]
             row[placed] = np.repeat(taken, fit)[: len(placed)]
-            missing = len(taken) * fit - len(placed)  # pieces that the last of these rows could still take
+            missing = len(taken) * fit - len(placed)  # segments that the last of these rows could still take
             full, partly = (taken[:-1], taken[-1:]) if missing else (taken, taken[:0])
             emptier = room - (fit - missing) * length
             for left, members in ((room, open_rows[len(taken) :]), (room - fit * length, full), (emptier, partly)):
                 if left and len(members):
                     shelves[left].append(members)
                     occupied |= 1 << left
-            pieces = pieces[len(placed) :]
+            segments = segments[len(placed) :]
     return row
 
 
-def _number_by_first_piece(row: np.ndarray) -> np.ndarray:
-    """Rename rows so that they are numbered in the order in which their first pieces occur."""
+def _number_by_first_segment(row: np.ndarray) -> np.ndarray:
+    """Rename rows so that they are numbered in the order in which their first segments occur."""
     rows = int(row.max()) + 1 if row.size else 0
     first = np.full(rows, len(row), np.int64)
     first[row[::-1]] = np.arange(len(row) - 1, -1, -1)  # the last write, of the smallest index, stays

@@ -63,9 +63,9 @@ class TextTokenizer:
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
-    def pieces(self, text: str, limit: int = 1 << 17) -> Iterator[str]:
-        """`text` in pieces of about `limit` characters whose ids, joined, are those of the whole text."""
-        return self._cuts.pieces(text, limit)
+    def chunks(self, text: str, limit: int = 1 << 17) -> Iterator[str]:
+        """`text` in chunks of about `limit` characters whose ids, joined, are those of the whole text."""
+        return self._cuts.chunks(text, limit)
 
     def __reduce__(self):
         state = self.backend.to_str(), self.bos_id, self.eos_id, self.pad_id, self.parse_special
@@ -166,7 +166,7 @@ class TextCuts:
     """Finds places in a long text where the pre-tokenizer cuts anyway, so that the halves give the ids of the whole.
 
     Candidates lie between a letter and a following space or punctuation mark. Each is tried on the text around it:
-    the pre-tokenizer must give the same pieces for the window as for its two halves. Where such a local trial proves
+    the pre-tokenizer must give the same parts for the window as for its two halves. Where such a local trial proves
     nothing (pre-tokenizers and normalizers that look at the whole text), or no trial succeeds, the rest stays whole.
     """
 
@@ -191,10 +191,10 @@ class TextCuts:
             and not any(_spans_a_cut(token) for token in description.get("added_tokens") or [])
         )
 
-    def pieces(self, text: str, limit: int) -> Iterator[str]:
+    def chunks(self, text: str, limit: int) -> Iterator[str]:
         start = 0
         while self.possible and len(text) - start > limit:
-            cut = self._find(text, start + max(1, limit // 2), start + limit)  # never an empty piece
+            cut = self._find(text, start + max(1, limit // 2), start + limit)  # never an empty chunk
             if cut is None:
                 break
             yield text[start:cut]
@@ -222,7 +222,7 @@ class TextCuts:
     def _split(self, text: str) -> list[str]:
         if self.normalizer is not None:
             text = self.normalizer.normalize_str(text)
-        return [piece for piece, _ in self.pre_tokenizer.pre_tokenize_str(text)]
+        return [part for part, _ in self.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def _steps(node: dict | None, children: str) -> list[dict]:

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataset.source_files import find_files
+from dataset.text_formats import FORMATS, TextFormat, decode, split_lines
 from dataset.text_tokenizer import TextTokenizer
+from errors import DataError
 from runs import ROOT, command, final_state, logged, replaced, run_folder, spawn, train
 
 TOKENIZER = TextTokenizer.load(ROOT / "model")
@@ -160,6 +163,35 @@ def test_a_corpus_smaller_than_one_batch_trains_one_short_step_an_epoch(run_on, 
 def test_a_txt_file_is_one_document(run_on):
     ledger, _, texts = run_on("第一行\nline two\n".encode(), name="d.txt")
     assert texts == ["第一行\nline two\n"] and ledger["documents"] == 1
+
+
+class Lines(TextFormat):
+    """A text a line, without keys."""
+
+    has_keys = False
+
+    def records(self, file, path):
+        return split_lines(file)
+
+    def text_of(self, record):
+        return decode(record[0]) if record[0].strip() else None
+
+
+def test_one_row_of_the_table_is_a_new_format_to_train_on(run_on, monkeypatch, tmp_path):
+    with pytest.raises(DataError, match="unknown kind of file"):
+        find_files(write(tmp_path / "d.lines", TEXT))
+    monkeypatch.setitem(FORMATS, ".lines", Lines)
+    ledger, shown, texts = run_on(f"{TEXT}\n\n二\n".encode() + b"\xff\n \ntwo", "--bad_lines", "skip", name="d.lines")
+    assert texts == [TEXT, "二", "two"]
+    assert (ledger["lines"], ledger["blank_lines"], ledger["rejected"]) == (6, 2, {"invalid UTF-8": 1})
+    assert "3 documents" in shown and "1 lines rejected: invalid UTF-8" in shown
+    with pytest.raises(DataError, match=r"known: .jsonl, .jsonl.gz, .txt, .parquet, .lines"):
+        find_files(write(tmp_path / "d.csv", TEXT))
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def test_a_5_megabyte_line_is_one_document_split_without_a_loss(run_on):

@@ -26,7 +26,7 @@ from filelock import FileLock
 from tiny_tokenizer import make_folder
 
 import train_pretrain
-from dataset import text_reader
+from dataset.text_formats import JsonLines
 from runs import command, environment, replaced
 
 
@@ -155,14 +155,14 @@ def changing_file(place: Place) -> None:
     """Someone appends to the corpus while it is being read."""
     path = place.folder / "d.jsonl"
     path.write_bytes(TEXT * 3)
-    documents = text_reader.TextReader._read_lines
+    records = JsonLines.records
 
-    def read(self: Any, source: Any, handle: Any) -> Any:
-        yield from documents(self, source, handle)
-        with open(path, "ab") as file:
-            file.write(TEXT)
+    def read(self: JsonLines, file: Any, where: Path) -> Any:
+        yield from records(self, file, where)
+        with open(path, "ab") as appended:
+            appended.write(TEXT)
 
-    place.monkeypatch.setattr(text_reader.TextReader, "_read_lines", read)
+    place.monkeypatch.setattr(JsonLines, "records", read)
 
 
 def free_disk(count: int) -> Callable[[Place], None]:
@@ -237,6 +237,20 @@ CASES = [
     file("no gzip in spite of its name", "d.jsonl.gz", TEXT, "is not gzip data in spite of its name"),
     file("no parquet in spite of its name", "d.parquet", TEXT, "is not a parquet file"),
     file("another kind", "d.csv", b"a,b", "unknown kind of file", ".jsonl"),
+    Case(
+        "file: one JSON array over many lines",
+        DATA,
+        ["--data_path", "d.jsonl: is one JSON array, not one object a line", "python -c", "lines.jsonl"],
+        {"d.jsonl": json.dumps([{"text": "a"}] * 30, indent=1).encode()},
+        lines=1,
+    ),
+    Case(
+        "file: conversations",
+        DATA,
+        ["d.jsonl: line 1 is chat data", "learns from plain texts", "under the key 'text'", "python -c"],
+        {"d.jsonl": b'{"conversations": [{"role": "user", "content": "a"}]}\n' * 30},
+        lines=1,
+    ),
     Case(
         "file: a truncated gzip",
         "--data_path d.jsonl.gz",

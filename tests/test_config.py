@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dataset.text_reader import find_files
+from dataset.source_files import find_files
 from errors import UserError
 from runs import ROOT
 from training.command_line import load_config, nearest

@@ -27,7 +27,7 @@ def shape(**settings) -> MiniMindForCausalLM:
 
 def two_rows() -> SimpleNamespace:
     """Rows of 8 positions: one segment of 8 tokens, and segments of 5 and 3."""
-    plan = SimpleNamespace(piece_length=np.array([8, 5, 3]))
+    plan = SimpleNamespace(segment_length=np.array([8, 5, 3]))
     return SimpleNamespace(plan=plan, row_targets=np.array([8, 8], np.int32))
 
 
@@ -51,7 +51,7 @@ LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 2 * 16 + 2 * 32  # q, k and v, o, thei
 EXPERT = 3 * 32 * 128
 EMBEDDING = 6400 * 32
 VECTORS = 2 * (2 * 16 + 2 * 32) + 32
-PAIRS = (8 * 9 + 5 * 6 + 3 * 4) // 2  # each token attends to those before it in its piece, and to itself
+PAIRS = (8 * 9 + 5 * 6 + 3 * 4) // 2  # each token attends to those before it in its segment, and to itself
 
 
 def test_a_dense_model_s_parameters_and_flops_agree_with_a_hand_count():
@@ -96,7 +96,7 @@ def test_flops_of_a_token_equal_those_torch_counts_for_a_step():
         model(ids, targets=ids).loss.backward()
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     products = sum(flops for op, flops in counts.items() if "attention" not in op)
-    row = SimpleNamespace(plan=SimpleNamespace(piece_length=np.array([seq])), row_targets=np.array([seq], np.int32))
+    row = SimpleNamespace(plan=SimpleNamespace(segment_length=np.array([seq])), row_targets=np.array([seq], np.int32))
     plan = estimate_cost(model, Config(), row)
     attention = 12 * 2 * 32 * (seq + 1) / 2
     assert products == seq * (plan.flops_per_token - attention)

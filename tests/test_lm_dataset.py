@@ -80,12 +80,12 @@ def test_the_rows_hold_exactly_the_tokenised_documents(cache, size):
 
 def documents_rebuilt(cache, dataset):
     pieces = list(pieces_of(dataset.batch(list(range(len(dataset)))))) if len(dataset) else []
-    in_corpus_order = np.argsort(dataset.plan.piece_start, kind="stable")
+    in_corpus_order = np.argsort(dataset.plan.segment_start, kind="stable")
     documents: list[list[int]] = []
     for number in in_corpus_order.tolist():
         inputs, targets = pieces[number]
         assert inputs[1:] == targets[:-1]
-        starts_document = int(dataset.plan.piece_start[number]) in set(cache.document_offsets.tolist())
+        starts_document = int(dataset.plan.segment_start[number]) in set(cache.document_offsets.tolist())
         if starts_document:
             documents.append([inputs[0]])
         assert documents[-1][-1] == inputs[0]  # a further piece begins with the last token of the one before

@@ -14,14 +14,14 @@ lengths_lists = st.lists(st.integers(2, 80), max_size=60)
 
 
 def rows_of(plan: RowPlan) -> list[list[tuple[int, int]]]:
-    """(start, length) of each piece, row by row."""
-    pieces = list(zip(plan.piece_start.tolist(), plan.piece_length.tolist(), strict=True))
+    """(start, length) of each segment, row by row."""
+    segments = list(zip(plan.segment_start.tolist(), plan.segment_length.tolist(), strict=True))
     offsets = plan.row_offsets.tolist()
-    return [pieces[begin:end] for begin, end in itertools.pairwise(offsets)]
+    return [segments[begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
 def reference_best_fit(lengths: list[int], size: int) -> list[int]:
-    """Rooms left by placing the pieces one by one, the longest first, each into the fullest row that fits."""
+    """Rooms left by placing the segments one by one, the longest first, each into the fullest row that fits."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -42,13 +42,13 @@ def test_every_target_of_every_document_occurs_exactly_once(lengths, size):
     plan = plan_rows(np.array(lengths, np.int64), size)
     starts = np.cumsum(lengths) - lengths if lengths else []
     expected = Counter(int(s) + i for s, n in zip(starts, lengths, strict=True) for i in range(1, n))
-    pieces = [piece for row in rows_of(plan) for piece in row]
-    assert Counter(start + i + 1 for start, length in pieces for i in range(length)) == expected
+    segments = [segment for row in rows_of(plan) for segment in row]
+    assert Counter(start + i + 1 for start, length in segments for i in range(length)) == expected
 
 
 @settings(max_examples=300, deadline=None)
 @given(lengths_lists, st.integers(2, 40))
-def test_rows_are_never_overfull_and_are_numbered_by_first_piece_with_pieces_in_order(lengths, size):
+def test_rows_are_never_overfull_and_are_numbered_by_first_segment_with_segments_in_order(lengths, size):
     plan = plan_rows(np.array(lengths, np.int64), size)
     rows = rows_of(plan)
     assert all(0 < sum(length for _, length in row) <= size for row in rows)
@@ -59,30 +59,30 @@ def test_rows_are_never_overfull_and_are_numbered_by_first_piece_with_pieces_in_
 
 @settings(max_examples=300, deadline=None)
 @given(lengths_lists, st.integers(2, 40))
-def test_rows_are_filled_as_by_placing_pieces_one_by_one_best_fit(lengths, size):
+def test_rows_are_filled_as_by_placing_segments_one_by_one_best_fit(lengths, size):
     plan = plan_rows(np.array(lengths, np.int64), size)
-    pieces = [length for row in rows_of(plan) for _, length in row]
+    segments = [length for row in rows_of(plan) for _, length in row]
     rooms = sorted(size - sum(length for _, length in row) for row in rows_of(plan))
-    assert rooms == reference_best_fit(pieces, size)
+    assert rooms == reference_best_fit(segments, size)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 500), st.integers(2, 40))
-def test_a_long_document_is_cut_into_full_pieces_that_share_one_token_with_the_next(length, size):
+def test_a_long_document_is_cut_into_full_segments_that_share_one_token_with_the_next(length, size):
     plan = plan_rows(np.array([length]), size)
-    pieces = sorted(piece for row in rows_of(plan) for piece in row)
-    assert pieces[0][0] == 0 and sum(n for _, n in pieces) == length - 1
-    for (start, n), (following, _) in itertools.pairwise(pieces):
+    segments = sorted(segment for row in rows_of(plan) for segment in row)
+    assert segments[0][0] == 0 and sum(n for _, n in segments) == length - 1
+    for (start, n), (following, _) in itertools.pairwise(segments):
         assert n == size and following == start + n  # the last target of one is the first input of the next
 
 
-def test_document_starts_move_the_pieces_and_nothing_else():
+def test_document_starts_move_the_segments_and_nothing_else():
     lengths = np.array([5, 30, 3, 9])
     starts = np.array([100, 7, 60, 1000])
     plan, moved = plan_rows(lengths, 10), plan_rows(lengths, 10, document_starts=starts)
     contiguous = np.cumsum(lengths) - lengths
-    document = np.searchsorted(contiguous, plan.piece_start, side="right") - 1
-    assert np.array_equal(moved.piece_start, plan.piece_start - contiguous[document] + starts[document])
+    document = np.searchsorted(contiguous, plan.segment_start, side="right") - 1
+    assert np.array_equal(moved.segment_start, plan.segment_start - contiguous[document] + starts[document])
     assert np.array_equal(moved.row_offsets, plan.row_offsets)
 
 
@@ -100,8 +100,8 @@ def test_no_documents_make_no_rows(packing):
 
 def test_dtypes_are_as_stated_and_hold_starts_beyond_32_bits():
     plan = plan_rows(np.array([5, 7]), 16, document_starts=np.array([2**40, 2**41]))
-    dtypes = [array.dtype for array in (plan.piece_start, plan.piece_length, plan.row_offsets, plan.row_targets)]
-    assert dtypes == [np.int64, np.int32, np.int64, np.int32] and sorted(plan.piece_start) == [2**40, 2**41]
+    dtypes = [array.dtype for array in (plan.segment_start, plan.segment_length, plan.row_offsets, plan.row_targets)]
+    assert dtypes == [np.int64, np.int32, np.int64, np.int32] and sorted(plan.segment_start) == [2**40, 2**41]
 
 
 def test_impossible_sizes_and_documents_are_refused():

@@ -102,7 +102,7 @@ def test_a_signal_in_the_last_micro_batch_or_the_update_lets_the_step_finish_and
 @pytest.mark.parametrize("name", CODES)
 def test_while_texts_are_tokenised_it_ends_at_once_and_leaves_nothing_half_done(words, whole, tmp_path, name):
     words = replaced(words, cache_dir=tmp_path / "cache")
-    hook = at_call("dataset.token_cache._encode", 1, name, pause=0.5)
+    hook = at_call("dataset.cache_builder._encode", 1, name, pause=0.5)
     finish(launch(words, hooks=[hook]), expect=CODES[name])
     assert not list((tmp_path / "cache").glob("*/metadata.json"))
     assert saved_step(words) == 0

@@ -3,13 +3,15 @@ import json
 import os
 import pickle
 import random
+import subprocess
 import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataset.text_reader import TextReader, find_files
+from dataset.source_files import find_files
+from dataset.text_reader import TextReader
 from errors import DataError
 
 
@@ -80,7 +82,7 @@ def test_whatever_texts_are_written_come_out_again(tmp_path_factory, texts, asci
     lines = [json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts]
     path.write_bytes("\n".join(lines).encode("utf-8"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dataset.text_reader.BLOCK_BYTES", block)
+        patch.setattr("dataset.text_formats.BLOCK_BYTES", block)
         assert read(str(path))[0] == texts
 
 
@@ -285,6 +287,82 @@ def test_parquet_columns_are_read_and_nulls_are_wrong_lines(tmp_path):
     assert problems(path, text_key="id")[0].startswith(f"{path}:1: 'id' is a number")
     (tmp_path / "b.parquet").write_bytes(b"PAR1" + b"x" * 100)
     assert "cannot be read as parquet" in problems(str(tmp_path / "b.parquet"))[0]
+
+
+# --- JSON in another shape ---
+
+
+def converted(problem, tmp_path):
+    """What the command at the end of a message writes."""
+    line = problem[problem.index("python -c") :].replace("python", sys.executable, 1)
+    subprocess.run(line, shell=True, check=True, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+
+
+OBJECTS = [{"text": "one 猫"}, {"text": "two"}]
+ARRAYS = {
+    "indented": json.dumps(OBJECTS, indent=1),
+    "on one line": json.dumps(OBJECTS),
+    "on one line with an end": json.dumps(OBJECTS) + "\n \n",
+    "an object a line": "[" + ",\n".join(map(json.dumps, OBJECTS)) + "]",
+    "after a byte order mark": "\ufeff" + json.dumps(OBJECTS, indent=1),
+    "after blank lines": "\n\n" + json.dumps(OBJECTS, indent=1),
+    "CRLF": json.dumps(OBJECTS, indent=1).replace("\n", "\r\n"),
+    "longer than a block": json.dumps([*OBJECTS, {"text": "x" * 3_000_000}]),
+}
+
+
+@pytest.mark.parametrize("name", ["a b.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("case", ARRAYS)
+def test_a_json_array_gets_one_message_with_a_command_that_helps(jsonl, tmp_path, case, name):
+    data = ARRAYS[case].encode()
+    path = jsonl(gzip.compress(data) if name.endswith("gz") else data, name)
+    for bad_lines in ("stop", "skip"):
+        (problem,) = problems(path, bad_lines=bad_lines)
+        assert problem.startswith(f"{path}: is one JSON array, not one object a line; ")
+    converted(problem, tmp_path)
+    assert read(str(tmp_path / "lines.jsonl"))[0][:2] == ["one 猫", "two"]
+
+
+def test_an_object_spread_over_lines_gets_one_message(jsonl):
+    data = "\n".join(json.dumps(each, indent=1) for each in OBJECTS).encode()
+    assert "JSON objects spread over several lines" in problems(jsonl(data))[0]
+
+
+@pytest.mark.parametrize("first", [b'["a list"]', b"[INFO] a log", b"[1,", b"{", b"[] {}"])
+def test_a_first_line_that_is_wrong_alone_is_a_wrong_line(jsonl, first):
+    data = first + b"\n" + line("two")
+    assert problems(jsonl(data))[0].startswith(f"{jsonl(data)}:1: ")
+    assert read(jsonl(data), bad_lines="skip")[0] == ["two"]
+
+
+CHATS = {
+    "conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "你好", "think": None}],
+    "messages": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "你好"}],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"text_key": "conversations"}, {"text_key": "content"}])
+@pytest.mark.parametrize("key", CHATS)
+def test_chat_data_is_called_so_once_with_a_command_that_helps(jsonl, tmp_path, key, options):
+    path = jsonl((json.dumps({"id": 1, key: CHATS[key]}, ensure_ascii=False).encode() + b"\n") * 3, "chat.jsonl")
+    (problem,) = problems(path, **options)
+    assert problem.startswith(f"{path}: line 1 is chat data: {key!r} holds the turns") and "--text_key" not in problem
+    converted(problem, tmp_path)
+    assert read(str(tmp_path / "texts.jsonl"))[0] == ["hi\n你好"] * 3
+
+
+def test_of_chat_lines_among_texts_skip_leaves_out_and_counts(jsonl):
+    data = line("one") + json.dumps(CHATS).encode() + b"\n" + line("two", messages=CHATS["messages"])
+    texts, ledger = read(jsonl(data), bad_lines="skip")
+    assert texts == ["one", "two"] and ledger.rejected == {"chat data": 1}
+    assert ":2: chat data: 'conversations' holds" in ledger.examples[0]
+
+
+def test_a_parquet_column_of_turns_is_called_chat_data(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional package")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an optional package")
+    parquet.write_table(pyarrow.table({"messages": [CHATS["messages"]]}), tmp_path / "a.parquet")
+    assert "chat data: 'messages' holds the turns" in problems(str(tmp_path / "a.parquet"))[0]
 
 
 # --- which files ---

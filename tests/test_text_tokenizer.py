@@ -162,8 +162,8 @@ def test_a_pickled_tokenizer_gives_the_same_ids_and_digest(folder):
 # --- cutting long texts ---
 
 
-def joined_ids(tokenizer: TextTokenizer, pieces: list[str]) -> list[int]:
-    return [number for ids in tokenizer.encode_batch(pieces) for number in ids]
+def joined_ids(tokenizer: TextTokenizer, chunks: list[str]) -> list[int]:
+    return [number for ids in tokenizer.encode_batch(chunks) for number in ids]
 
 
 def random_text(seed: int, length: int) -> str:
@@ -191,21 +191,21 @@ def random_text(seed: int, length: int) -> str:
 
 @pytest.mark.parametrize("kind", SAFE_KINDS)
 @pytest.mark.parametrize("normalizer", [None, "NFC", "NFKD", "Lowercase"])
-def test_pieces_of_a_long_text_give_the_ids_of_the_whole(tmp_path, kind, normalizer):
+def test_chunks_of_a_long_text_give_the_ids_of_the_whole(tmp_path, kind, normalizer):
     tokenizer = TextTokenizer.load(make_folder(tmp_path, make_backend(kind, normalizer)))
     for seed in range(3):
         text = random_text(seed, 3000)
-        pieces = list(tokenizer.pieces(text, limit=200))
-        assert "".join(pieces) == text
-        assert len(pieces) > 10, "cut too rarely to bound the memory"
-        assert joined_ids(tokenizer, pieces) == tokenizer.encode_batch([text])[0]
+        chunks = list(tokenizer.chunks(text, limit=200))
+        assert "".join(chunks) == text
+        assert len(chunks) > 10, "cut too rarely to bound the memory"
+        assert joined_ids(tokenizer, chunks) == tokenizer.encode_batch([text])[0]
 
 
 @pytest.mark.parametrize("kind", UNSAFE_KINDS)
 def test_texts_are_left_whole_where_cutting_could_change_ids(tmp_path, kind):
     tokenizer = TextTokenizer.load(make_folder(tmp_path, make_backend(kind)))
     text = random_text(0, 2000)
-    assert list(tokenizer.pieces(text, limit=200)) == [text]
+    assert list(tokenizer.chunks(text, limit=200)) == [text]
 
 
 def test_added_tokens_that_reach_over_a_cut_prevent_cutting(tmp_path):
@@ -213,13 +213,13 @@ def test_added_tokens_that_reach_over_a_cut_prevent_cutting(tmp_path):
     backend.add_tokens([AddedToken("New York", normalized=False)])
     tokenizer = TextTokenizer.load(make_folder(tmp_path, backend))
     text = "New York " * 500
-    assert list(tokenizer.pieces(text, limit=100)) == [text]
+    assert list(tokenizer.chunks(text, limit=100)) == [text]
 
 
 def test_a_text_without_any_place_to_cut_stays_whole(folder):
     tokenizer = TextTokenizer.load(folder)
-    assert list(tokenizer.pieces("狐" * 5000, limit=100)) == ["狐" * 5000]
-    assert list(tokenizer.pieces("", limit=100)) == [""]
+    assert list(tokenizer.chunks("狐" * 5000, limit=100)) == ["狐" * 5000]
+    assert list(tokenizer.chunks("", limit=100)) == [""]
 
 
 @settings(max_examples=60, deadline=None)
@@ -229,12 +229,12 @@ def test_a_text_without_any_place_to_cut_stays_whole(folder):
     st.sampled_from(SAFE_KINDS),
 )
 @example("a a a a.a", 1, "gpt2")
-def test_pieces_give_the_ids_of_the_whole_for_any_text(text, limit, kind):
+def test_chunks_give_the_ids_of_the_whole_for_any_text(text, limit, kind):
     tokenizer = _cached(kind)
-    pieces = list(itertools.islice(tokenizer.pieces(text, limit=limit), len(text) + 1))
-    assert all(pieces) or pieces == [""]
-    assert "".join(pieces) == text
-    assert joined_ids(tokenizer, pieces) == tokenizer.encode_batch([text])[0]
+    chunks = list(itertools.islice(tokenizer.chunks(text, limit=limit), len(text) + 1))
+    assert all(chunks) or chunks == [""]
+    assert "".join(chunks) == text
+    assert joined_ids(tokenizer, chunks) == tokenizer.encode_batch([text])[0]
 
 
 _CACHE: dict[str, TextTokenizer] = {}

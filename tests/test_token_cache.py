@@ -14,6 +14,7 @@ import pytest
 from tiny_tokenizer import TEXT, make_backend, make_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import dataset.cache_builder as cache_builder
 import dataset.token_cache as token_cache
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open, count_shared
@@ -75,22 +76,22 @@ def test_each_document_is_bos_ids_eos_in_file_order(tmp_path, build, tokenizer, 
     assert cache.tokens.dtype == np.uint16 and cache.document_offsets.dtype == np.int64
 
 
-@pytest.mark.parametrize("size, pieces", [(1, 10), (50, 1), (1000, 3), (10**9, 10**9)])
-def test_the_size_of_a_tokenizer_call_does_not_change_the_tokens(tmp_path, build, texts, monkeypatch, size, pieces):
+@pytest.mark.parametrize("size, chunks", [(1, 10), (50, 1), (1000, 3), (10**9, 10**9)])
+def test_the_size_of_a_tokenizer_call_does_not_change_the_tokens(tmp_path, build, texts, monkeypatch, size, chunks):
     path = write(tmp_path / "a.jsonl", texts)
     expected = build(path)
-    monkeypatch.setattr(token_cache, "BATCH_BYTES", size)
-    monkeypatch.setattr(token_cache, "BATCH_PIECES", pieces)
+    monkeypatch.setattr(cache_builder, "BATCH_BYTES", size)
+    monkeypatch.setattr(cache_builder, "BATCH_CHUNKS", chunks)
     cache = build(path, cache_dir=tmp_path / "other")
     for name in ("tokens", "document_offsets", "document_bytes", "document_hashes"):
         assert np.array_equal(getattr(cache, name), getattr(expected, name)), name
     assert cache.ledger == expected.ledger and cache.fingerprint == expected.fingerprint
 
 
-def test_long_texts_in_pieces_give_the_ids_of_the_whole(tmp_path, build, tokenizer, monkeypatch):
+def test_long_texts_in_chunks_give_the_ids_of_the_whole(tmp_path, build, tokenizer, monkeypatch):
     texts = [TEXT * 40, "short", TEXT * 25, "x" * 3000]
-    monkeypatch.setattr(token_cache, "BATCH_BYTES", 500)
-    monkeypatch.setattr(TextTokenizer, "pieces", lambda self, text: self._cuts.pieces(text, 200))
+    monkeypatch.setattr(cache_builder, "BATCH_BYTES", 500)
+    monkeypatch.setattr(TextTokenizer, "chunks", lambda self, text: self._cuts.chunks(text, 200))
     cache = build(write(tmp_path / "a.jsonl", texts))
     expected = [[tokenizer.bos_id, *ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
     assert cache.tokens.tolist() == [number for ids in expected for number in ids]
@@ -142,7 +143,7 @@ def forbid_building(monkeypatch):
     def fail(*_):
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(token_cache, "_build", fail)
+    monkeypatch.setattr(token_cache, "build_cache", fail)
 
 
 def test_a_second_call_opens_without_reading_the_texts(tmp_path, build, texts, monkeypatch):
@@ -374,7 +375,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, build, texts, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(token_cache._Writer, "write", interrupt)
+    monkeypatch.setattr(cache_builder._Writer, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         build(write(tmp_path / "a.jsonl", texts))
     assert built_folders(tmp_path / "cache") == []
@@ -383,14 +384,15 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, build, texts, monkeypatch):
 SLOW_BUILDER = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in the background
+import dataset.cache_builder as cache_builder
 import dataset.token_cache as token_cache
 from dataset.text_tokenizer import TextTokenizer
-write = token_cache._Writer.write
+write = cache_builder._Writer.write
 def slow(self, *arguments):
     write(self, *arguments)
     print("writing", flush=True)
     time.sleep(float(sys.argv[4]))
-token_cache._Writer.write = slow
+cache_builder._Writer.write = slow
 cache = token_cache.build_or_open(sys.argv[1], TextTokenizer.load(sys.argv[2]), cache_dir=sys.argv[3])
 print(cache.fingerprint)
 """

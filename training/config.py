@@ -13,6 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from dataset.text_formats import known_suffixes
 from training.learning_rate import SCHEDULES
 from training.optimizers import OPTIMIZERS
 from training.trackers import TRACKERS
@@ -61,7 +62,7 @@ class Config:
     # --- data ---
     data_path: str = option(
         "dataset/sample/train.jsonl", "data",
-        "files, folders or globs, comma-separated: .jsonl, .jsonl.gz, .txt, .parquet; the sample is made on first use",
+        f"files, folders or globs, comma-separated: {known_suffixes()}; the sample is made on first use",
         path="list",
     )  # fmt: skip
     val_path: str = option("", "data", "validation documents; with the bundled sample: its own", path="list")

@@ -46,7 +46,7 @@ def estimate_cost(model: MiniMindForCausalLM, config: Config, dataset: PretrainD
     untied_embedding = 0 if shape.tie_word_embeddings else sizes["model.embed_tokens.weight"]
     matmul = total - idle - vectors - untied_embedding
     tokens = int(dataset.row_targets.sum(dtype="int64"))
-    lengths = dataset.plan.piece_length.astype(float)
+    lengths = dataset.plan.segment_length.astype(float)
     attended_pairs = float((lengths * (lengths + 1) / 2).sum())
     width = shape.num_attention_heads * shape.head_dim
     attention = 12 * shape.num_hidden_layers * width * attended_pairs / max(1, tokens)

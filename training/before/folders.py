@@ -6,7 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from dataset.text_reader import find_files
+from dataset.source_files import find_files
+from dataset.text_formats import FORMATS
 from errors import DataError, Findings
 from training.before.machine import amount
 from training.before.start_model import find_weights
@@ -83,10 +84,12 @@ def source_notes(config: Config) -> list[str]:
     if "text_key" not in config.flags or config.uses_sample:
         return []
     try:
-        kinds = {file.kind for file in find_files(resolve_paths(config.data_path))}
+        suffixes = {file.suffix for file in find_files(resolve_paths(config.data_path))}
     except DataError:  # gone since it was checked: opening it will say so
         return []
-    return [f"--text_key {config.text_key}: not used, .txt files have no keys"] if kinds == {"txt"} else []
+    if any(FORMATS[suffix].has_keys for suffix in suffixes):
+        return []
+    return [f"--text_key {config.text_key}: not used, {'/'.join(sorted(suffixes))} files have no keys"]
 
 
 def check_disk(config: Config, state_bytes: int, weights_bytes: int) -> list[str]:
