@@ -22,10 +22,10 @@ from model.attention import segment_boundaries
 
 def to_device(batch: Batch, device: torch.device, most_documents: int) -> Batch:
     """The batch where the model is. For CUDA its documents are counted before the copy: afterwards the host would have
-    to wait. Their list is filled up to `most_documents`, so that a compiled model always meets the same shapes."""
+    to wait."""
     on_cuda = device.type == "cuda"
     if on_cuda:
-        batch.boundaries = segment_boundaries(batch.segment_ids, most_documents).pin_memory()
+        batch.boundaries = segment_boundaries(batch.segment_ids).pin_memory()
     return batch.to(device, non_blocking=on_cuda)
 
 

@@ -32,7 +32,7 @@ class AttentionPattern(NamedTuple):
     causal: bool = False  # plain causal attention without a mask
     segment_ids: Tensor | None = None  # [batch, seq] (segments)
     boundaries: Tensor | None = None  # int32 [segments + 1], cumulative lengths over the flattened batch (varlen)
-    longest: int = 0  # upper bound of a segment's length (varlen)
+    longest: int = 0  # no segment and no run of padding is longer (varlen)
 
 
 def segment_mask(segment_ids: Tensor) -> Tensor:
@@ -46,18 +46,28 @@ def segment_mask(segment_ids: Tensor) -> Tensor:
     return (same & causal).unsqueeze(1)
 
 
-def segment_boundaries(segment_ids: Tensor, multiple: int = 1) -> Tensor:
+def segment_boundaries(segment_ids: Tensor) -> Tensor:
     """Cumulative segment lengths of a packed batch for flash kernels: int32 [segments + 1], from 0 to batch x seq.
 
-    Counting the segments of a CUDA tensor makes the host wait, so a training loop calls this on the host's copy and
-    passes the result along. Empty segments at the end fill up to a multiple: few shapes for a compiled model.
-    A run of padding (-1) counts as a segment.
+    A run of padding (-1) counts as a segment. Counting the segments of a CUDA tensor makes the host wait, so a training
+    loop counts on the host's copy and passes the result along.
     """
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]  # a new row always starts a segment
-    positions = starts.flatten().nonzero().flatten()
-    padding = 1 + -len(positions) % multiple
-    return F.pad(positions, (0, padding), value=segment_ids.numel()).to(torch.int32)
+    return F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=segment_ids.numel()).to(torch.int32)
+
+
+def varlen_pattern(boundaries: Tensor, longest: int, seq: int, compiled: bool) -> AttentionPattern:
+    """For the varlen kernels. Rows of a segment beyond `longest` would be left uninitialised by them, padding's too.
+
+    A compiled block takes any number of segments as one shape, and only three lengths: each costs it a compilation, and
+    so few that training and evaluation together stay below torch's limit of eight.
+    """
+    if compiled:
+        torch._dynamo.maybe_mark_dynamic(boundaries, 0)
+        lengths = sorted({min(seq, max(128, seq // part)) for part in (1, 4, 16)})
+        longest = next(length for length in lengths if length >= longest)
+    return AttentionPattern(boundaries=boundaries, longest=longest)
 
 
 def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -72,6 +82,16 @@ def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: 
         return causal[None, None]
     allowed = causal & attention_mask.bool()[:, None, :]
     return (allowed | (key_index == query_index)).unsqueeze(1)
+
+
+def causal_pattern(input_ids: Tensor, attention_mask: Tensor | None, past: int) -> AttentionPattern:
+    """Without segments: each token sees `past` cached ones and those of its own row up to itself, but no padding."""
+    length = input_ids.shape[1]
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return AttentionPattern(mask=attention_mask)
+    if attention_mask is None and (past == 0 or length == 1):
+        return AttentionPattern(causal=past == 0)
+    return AttentionPattern(mask=cached_mask(attention_mask, length, past + length, input_ids.device))
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int = 64) -> str:

@@ -16,10 +16,11 @@ from transformers.utils import ModelOutput
 
 from model.attention import (
     AttentionPattern,
-    cached_mask,
+    causal_pattern,
     choose_backend,
     segment_boundaries,
     segment_mask,
+    varlen_pattern,
 )
 from model.block import Block, ResidualLinear, RMSNorm
 from model.configuration import MiniMindConfig
@@ -132,6 +133,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
         boundaries: Tensor | None = None,
+        longest: int | None = None,
         targets: Tensor | None = None,
         target_count: Tensor | None = None,
         label_smoothing: float = 0.0,
@@ -150,6 +152,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
                 without them attention is plainly causal.
             attention_mask: [batch, past + seq], 0 at (left) padding; generation only.
             boundaries: `segment_boundaries(segment_ids)` made on the host, to spare the varlen kernels a host sync.
+            longest: length of the longest of these, runs of padding included; None: up to seq.
             target_count: 0-dim; the divisor of every loss. None: the valid targets of this batch.
             label_smoothing, z_loss: see `linear_cross_entropy_sum`.
         """
@@ -157,7 +160,15 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if cache is None and use_cache and targets is None:
             cache = DynamicCache(config=self.config)
-        pattern, position_ids = self._pattern(input_ids, attention_mask, position_ids, segment_ids, boundaries, cache)
+        if segment_ids is not None and (cache is not None or attention_mask is not None):
+            raise ValueError("segment_ids are for training: they do not go with a cache or an attention_mask")
+        past = 0 if cache is None else cache.get_seq_length()
+        if position_ids is None:
+            position_ids = positions(input_ids, attention_mask, past)
+        if segment_ids is None:
+            pattern = causal_pattern(input_ids, attention_mask, past)
+        else:
+            pattern = self._segment_pattern(segment_ids, boundaries, longest)
         counted = None if targets is None else targets != IGNORE_INDEX
         hidden, balance = self.model(input_ids, position_ids, pattern, cache, counted)
         output = MiniMindOutput(cache=cache)
@@ -167,33 +178,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             output.logits = self.lm_head(hidden[:, -logits_to_keep:])
         return output if return_dict else output.to_tuple()
 
-    def _pattern(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        segment_ids: Tensor | None,
-        boundaries: Tensor | None,
-        cache: Cache | None,
-    ) -> tuple[AttentionPattern, Tensor]:
-        """Who attends to whom, and the positions: given, or counted from the first token that is not padding."""
-        length = input_ids.shape[1]
-        past = 0 if cache is None else cache.get_seq_length()
-        if position_ids is None:
-            position_ids = torch.arange(past, past + length, device=input_ids.device).unsqueeze(0)
-            if attention_mask is not None and attention_mask.ndim == 2:
-                position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
-        if segment_ids is not None:
-            if cache is not None or attention_mask is not None:
-                raise ValueError("segment_ids are for training: they do not go with a cache or an attention_mask")
-            return self._segment_pattern(segment_ids, boundaries), position_ids
-        if attention_mask is not None and attention_mask.ndim == 4:
-            return AttentionPattern(mask=attention_mask), position_ids
-        if attention_mask is None and (past == 0 or length == 1):
-            return AttentionPattern(causal=past == 0), position_ids
-        return AttentionPattern(mask=cached_mask(attention_mask, length, past + length, input_ids.device)), position_ids
-
-    def _segment_pattern(self, segment_ids: Tensor, boundaries: Tensor | None) -> AttentionPattern:
+    def _segment_pattern(self, segment_ids: Tensor, boundaries: Tensor | None, longest: int | None) -> AttentionPattern:
         weight, dropout = self.lm_head.weight, self.config.dropout if self.training else 0.0
         backend = self.attention_backend if self.config.flash_attn else "sdpa"
         chosen = choose_backend(backend, segment_ids.device, compute_dtype(weight), dropout, self.config.head_dim)
@@ -201,9 +186,12 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
             return AttentionPattern(mask=segment_mask(segment_ids))
         if chosen == "segments":
             return AttentionPattern(segment_ids=segment_ids)
-        if boundaries is None:
+        if boundaries is None:  # host sync
             boundaries = segment_boundaries(segment_ids)
-        return AttentionPattern(boundaries=boundaries, longest=segment_ids.shape[1])
+            longest = int(boundaries.diff().max())
+        seq = segment_ids.shape[1]
+        compiled = self.model.layers[0]._compiled_call_impl is not None
+        return varlen_pattern(boundaries, longest or seq, seq, compiled)
 
     def _add_losses(
         self,
@@ -229,3 +217,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         aux = torch.zeros_like(total) if balance is None else self.config.router_aux_loss_coef * balance
         output.aux_loss = aux / count
         output.loss = total / count + output.aux_loss
+
+
+def positions(input_ids: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+    """Where the tokens stand, [batch or 1, seq]: counted from the first token that is not padding."""
+    length = input_ids.shape[1]
+    if attention_mask is not None and attention_mask.ndim == 2:
+        return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+    return torch.arange(past, past + length, device=input_ids.device).unsqueeze(0)
