@@ -82,7 +82,7 @@ class Batch:
 
     def inputs(self) -> dict[str, Any]:
         """What the model's forward takes, by its names."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "longest"}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         return self.input_ids, self.targets, self.position_ids, self.segment_ids
@@ -149,7 +149,8 @@ class PretrainDataset(Dataset):
 
     @property
     def row_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of the documents whose first segment lies in each row, int64 [rows]; 0 for documents that are cut.
+        """UTF-8 bytes of the documents whose first segment lies in each row, int64 [rows]; 0 for documents that are
+        cut.
 
         Summed over all rows it is what bits per byte divide by, whether documents are split between rows or not.
         """

@@ -1,4 +1,4 @@
-"""Rotary positions and segment-masked causal attention: what every block of a batch shares, and the kernels behind it.
+"""Causal attention inside the segments of a batch: what all blocks share, and the kernels behind it.
 
 A packed row holds several segments (a document, or a part of one), and no token may see another segment. Three ways:
   sdpa       one boolean mask [batch, 1, seq, seq] for `scaled_dot_product_attention`; runs everywhere.
@@ -8,7 +8,6 @@ A packed row holds several segments (a document, or a part of one), and no token
 """
 
 import inspect
-import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -26,14 +25,14 @@ VARLEN_GQA: dict[str, Any] = (
 )
 
 
-class AttentionPlan(NamedTuple):
+class AttentionPattern(NamedTuple):
     """Who attends to whom in this batch; made once and shared by all blocks."""
 
     mask: Tensor | None = None  # bool, broadcastable to [batch, heads, queries, keys]; True = may attend
     causal: bool = False  # plain causal attention without a mask
     segment_ids: Tensor | None = None  # [batch, seq] (segments)
     boundaries: Tensor | None = None  # int32 [segments + 1], cumulative lengths over the flattened batch (varlen)
-    longest: int = 0  # upper bound of a segment's length (varlen)
+    longest: int = 0  # no segment and no run of padding is longer (varlen)
 
 
 def segment_mask(segment_ids: Tensor) -> Tensor:
@@ -47,18 +46,28 @@ def segment_mask(segment_ids: Tensor) -> Tensor:
     return (same & causal).unsqueeze(1)
 
 
-def segment_boundaries(segment_ids: Tensor, multiple: int = 1) -> Tensor:
+def segment_boundaries(segment_ids: Tensor) -> Tensor:
     """Cumulative segment lengths of a packed batch for flash kernels: int32 [segments + 1], from 0 to batch x seq.
 
-    Counting the segments of a CUDA tensor makes the host wait, so a training loop calls this on the host's copy and
-    passes the result along. Empty segments at the end fill up to a multiple: few shapes for a compiled model.
-    A run of padding (-1) counts as a segment.
+    A run of padding (-1) counts as a segment. Counting the segments of a CUDA tensor makes the host wait, so a training
+    loop counts on the host's copy and passes the result along.
     """
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]  # a new row always starts a segment
-    positions = starts.flatten().nonzero().flatten()
-    padding = 1 + -len(positions) % multiple
-    return F.pad(positions, (0, padding), value=segment_ids.numel()).to(torch.int32)
+    return F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=segment_ids.numel()).to(torch.int32)
+
+
+def varlen_pattern(boundaries: Tensor, longest: int, seq: int, compiled: bool) -> AttentionPattern:
+    """For the varlen kernels. Rows of a segment beyond `longest` would be left uninitialised by them, padding's too.
+
+    A compiled block takes any number of segments as one shape, and only three lengths: each costs it a compilation, and
+    so few that training and evaluation together stay below torch's limit of eight.
+    """
+    if compiled:
+        torch._dynamo.maybe_mark_dynamic(boundaries, 0)
+        lengths = sorted({min(seq, max(128, seq // part)) for part in (1, 4, 16)})
+        longest = next(length for length in lengths if length >= longest)
+    return AttentionPattern(boundaries=boundaries, longest=longest)
 
 
 def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -73,6 +82,16 @@ def cached_mask(attention_mask: Tensor | None, queries: int, keys: int, device: 
         return causal[None, None]
     allowed = causal & attention_mask.bool()[:, None, :]
     return (allowed | (key_index == query_index)).unsqueeze(1)
+
+
+def causal_pattern(input_ids: Tensor, attention_mask: Tensor | None, past: int) -> AttentionPattern:
+    """Without segments: each token sees `past` cached ones and those of its own row up to itself, but no padding."""
+    length = input_ids.shape[1]
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return AttentionPattern(mask=attention_mask)
+    if attention_mask is None and (past == 0 or length == 1):
+        return AttentionPattern(causal=past == 0)
+    return AttentionPattern(mask=cached_mask(attention_mask, length, past + length, input_ids.device))
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dropout: float, head_dim: int = 64) -> str:
@@ -90,12 +109,14 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, dro
     return "sdpa"
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float = 0.0, fused: bool = True) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float = 0.0, fused: bool = True
+) -> Tensor:
     """q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim] -> the shape of q."""
-    if plan.segment_ids is not None:
-        return segment_attention(q, k, v, plan.segment_ids)
-    if plan.boundaries is not None:
-        return _attend_varlen(q, k, v, plan)
+    if pattern.segment_ids is not None:
+        return segment_attention(q, k, v, pattern.segment_ids)
+    if pattern.boundaries is not None:
+        return _attend_varlen(q, k, v, pattern)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     share_heads = q.shape[1] != k.shape[1]
     if share_heads and q.device.type != "cpu":
@@ -104,60 +125,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, dropout: float 
         share_heads = False
     with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=plan.mask, dropout_p=dropout, is_causal=plan.causal, enable_gqa=share_heads
+            q, k, v, attn_mask=pattern.mask, dropout_p=dropout, is_causal=pattern.causal, enable_gqa=share_heads
         )
     return out.transpose(1, 2)
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-    assert plan.boundaries is not None, "the varlen kernels need cumulative segment lengths"
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:
+    assert pattern.boundaries is not None, "the varlen kernels need cumulative segment lengths"
     out = varlen.varlen_attn(
         q.flatten(0, 1),  # [batch * seq, heads, head_dim]
         k.flatten(0, 1),
         v.flatten(0, 1),
-        plan.boundaries,
-        plan.boundaries,
-        plan.longest,
-        plan.longest,
+        pattern.boundaries,
+        pattern.boundaries,
+        pattern.longest,
+        pattern.longest,
         window_size=(-1, 0),  # causal
         **(VARLEN_GQA if q.shape[2] != k.shape[2] else {}),
     )
     assert isinstance(out, Tensor), "no auxiliary output was asked for"
     return out.view_as(q)
-
-
-def rotary_frequencies(
-    head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Angle per position of each pair of dimensions: [head_dim / 2] (RoFormer, arXiv:2104.09864, section 3.2.2).
-
-    With `scaling` the slow pairs are stretched by `factor` (YaRN, arXiv:2309.00071, section 3.2): those that turn less
-    than beta_slow times within the original context entirely, those above beta_fast not at all, a ramp between.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim
-    frequencies = 1.0 / (theta**exponents)
-    if scaling is None:
-        return frequencies
-    original = scaling["original_max_position_embeddings"]
-
-    def pair_turning(turns: float) -> float:
-        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(pair_turning(scaling["beta_fast"])), 0)
-    high = min(math.ceil(pair_turning(scaling["beta_slow"])), head_dim - 1)
-    pairs = torch.arange(head_dim // 2, device=device, dtype=dtype)
-    ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
-    return frequencies / scaling["factor"] * ramp + frequencies * (1 - ramp)
-
-
-def rotary_table(position_ids: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [batch, seq, 1, head_dim / 2], in the dtype of `frequencies`."""
-    angles = position_ids[:, :, None, None].to(frequencies.dtype) * frequencies
-    return angles.cos() * scale, angles.sin() * scale
-
-
-def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) of x [batch, seq, heads, head_dim] by their angles."""
-    cos, sin = table
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

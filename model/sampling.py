@@ -28,7 +28,7 @@ def sample_text(
         temperature: 0 takes the most probable token each time.
         top_p, top_k: draw from the most probable tokens only, see `next_token_probabilities`.
         seed: of a generator of its own on the host; the global random numbers are neither used nor changed.
-        on_text: is given each piece of text as soon as its characters are whole.
+        on_text: is given each chunk of text as soon as its characters are whole.
     """
     prompt_ids = [tokenizer.bos_id, *tokenizer.encode_batch([prompt])[0]]
     start = written = len(tokenizer.decode(prompt_ids))

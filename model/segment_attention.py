@@ -23,7 +23,7 @@ BLOCK = 256  # queries at a time: a long segment's future keys are not computed,
 KEEP = 1024  # up to this row length backward gets the probabilities from forward; beyond, it makes them again
 
 
-class Piece(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries first:last of the flattened batch and their keys start:last; where the buffer holds the probabilities."""
 
     start: int
@@ -40,7 +40,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> T
     return _segment_attention(q, k, v, segment_ids)[0]
 
 
-def _pieces(segment_ids: Tensor, heads: int) -> Iterator[Piece]:
+def _query_blocks(segment_ids: Tensor, heads: int) -> Iterator[QueryBlock]:
     """Segments of the flattened batch cut into blocks of queries; a new row starts a new segment."""
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -52,7 +52,7 @@ def _pieces(segment_ids: Tensor, heads: int) -> Iterator[Piece]:
     for start, end, is_real in zip(bounds[:-1], bounds[1:], real, strict=True):
         for first in range(start, end if is_real else start, BLOCK):
             last = min(first + BLOCK, end)
-            yield Piece(start, first, last, offset)
+            yield QueryBlock(start, first, last, offset)
             offset += heads * (last - first) * (last - start)
 
 
@@ -71,9 +71,9 @@ def _by_position(x: Tensor, heads: int) -> Tensor:
     )
 
 
-def _kept_slice(buffer: Tensor, piece: Piece, heads: int, kv_heads: int) -> Tensor:
-    queries, keys = piece.last - piece.first, piece.last - piece.start
-    part = buffer.view(-1)[piece.offset : piece.offset + heads * queries * keys]
+def _kept_slice(buffer: Tensor, block: QueryBlock, heads: int, kv_heads: int) -> Tensor:
+    queries, keys = block.last - block.first, block.last - block.start
+    part = buffer.view(-1)[block.offset : block.offset + heads * queries * keys]
     return part.view(kv_heads, queries * (heads // kv_heads), keys)
 
 
@@ -83,9 +83,9 @@ def _future(seq: int, group: int, dtype: torch.dtype) -> Tensor:
     return torch.full((size, size), float("-inf"), dtype=dtype).triu(1).repeat_interleave(group, dim=0)
 
 
-def _probabilities(flat_q: Tensor, flat_k: Tensor, piece: Piece, future: Tensor) -> Tensor:
+def _probabilities(flat_q: Tensor, flat_k: Tensor, block: QueryBlock, future: Tensor) -> Tensor:
     """[kv_heads, queries * group, keys] in the dtype of `future`, computed in that dtype whatever autocast says."""
-    start, first, last, _ = piece
+    start, first, last, _ = block
     scale, kv_heads = flat_q.shape[2] ** -0.5, flat_k.shape[1]
     query = _by_head(flat_q[first:last], kv_heads).to(future.dtype) * scale
     scores = query @ flat_k[start:last].permute(1, 2, 0).to(future.dtype)
@@ -103,12 +103,12 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> 
     flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (q, k, v, out))
     future = _future(seq, heads // kv_heads, wide_dtype(q.dtype))
     with torch.autocast("cpu", enabled=False):
-        for piece in _pieces(segment_ids, heads):
-            probabilities = _probabilities(flat_q, flat_k, piece, future).to(q.dtype)
+        for block in _query_blocks(segment_ids, heads):
+            probabilities = _probabilities(flat_q, flat_k, block, future).to(q.dtype)
             if seq <= KEEP:
-                _kept_slice(buffer, piece, heads, kv_heads).copy_(probabilities)
-            attended = probabilities @ flat_v[piece.start : piece.last].transpose(0, 1)
-            flat_out[piece.first : piece.last] = _by_position(attended, heads)
+                _kept_slice(buffer, block, heads, kv_heads).copy_(probabilities)
+            attended = probabilities @ flat_v[block.start : block.last].transpose(0, 1)
+            flat_out[block.first : block.last] = _by_position(attended, heads)
     return out, buffer
 
 
@@ -121,12 +121,12 @@ def _segment_attention_backward(
     flat_grad, flat_q, flat_k, flat_v, grad_q, grad_k, grad_v = (x.flatten(0, 1) for x in (grad, q, k, v, *grads))
     future = _future(seq, heads // kv_heads, wide_dtype(q.dtype))
     with torch.autocast("cpu", enabled=False):
-        for piece in _pieces(segment_ids, heads):
-            start, first, last, _ = piece
+        for block in _query_blocks(segment_ids, heads):
+            start, first, last, _ = block
             if seq <= KEEP:
-                probabilities = _kept_slice(buffer, piece, heads, kv_heads)
+                probabilities = _kept_slice(buffer, block, heads, kv_heads)
             else:
-                probabilities = _probabilities(flat_q, flat_k, piece, future).to(q.dtype)
+                probabilities = _probabilities(flat_q, flat_k, block, future).to(q.dtype)
             grad_out = _by_head(flat_grad[first:last], kv_heads)
             grad_probabilities = grad_out @ flat_v[start:last].permute(1, 2, 0)
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype).mul_(scale)

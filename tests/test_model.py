@@ -9,16 +9,16 @@ from torch.nn.attention import varlen
 
 import model.moe as experts
 from model.attention import (
-    AttentionPlan,
+    AttentionPattern,
     attend,
     cached_mask,
     choose_backend,
-    rotary_frequencies,
     segment_boundaries,
     segment_mask,
 )
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.moe import balance_loss_sum, route
+from model.rotary import rotary_frequencies
 
 SMALL = {
     "hidden_size": 32,
@@ -174,8 +174,8 @@ def test_attention_by_document_equals_the_mask_in_value_and_gradient(lengths, kv
         torch.randn(2, ids.shape[1], heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads in (4, kv_heads, kv_heads)
     ]
-    by_document = attend(*inputs, AttentionPlan(segment_ids=ids))
-    by_mask = attend(*inputs, AttentionPlan(mask=segment_mask(ids))) * (ids >= 0)[:, :, None, None]
+    by_document = attend(*inputs, AttentionPattern(segment_ids=ids))
+    by_mask = attend(*inputs, AttentionPattern(mask=segment_mask(ids))) * (ids >= 0)[:, :, None, None]
     torch.testing.assert_close(by_document, by_mask)
     weight = torch.randn(by_mask.shape, generator=generator, dtype=torch.float64)
     expected = torch.autograd.grad((by_mask * weight).sum(), inputs)
@@ -186,18 +186,16 @@ def test_attention_by_document_equals_the_mask_in_value_and_gradient(lengths, kv
 def test_attention_by_document_keeps_float32_scores_for_bfloat16_inputs_under_autocast():
     generator = torch.Generator().manual_seed(2)
     exact = [torch.randn(1, 64, 4, 16, generator=generator, dtype=torch.bfloat16) * 3 for _ in range(3)]
-    plan = AttentionPlan(segment_ids=torch.zeros(1, 64, dtype=torch.long))
-    reference = attend(*[x.double() for x in exact], plan)
+    pattern = AttentionPattern(segment_ids=torch.zeros(1, 64, dtype=torch.long))
+    reference = attend(*[x.double() for x in exact], pattern)
     with torch.autocast("cpu", torch.bfloat16):
-        error = (attend(*exact, plan).double() - reference).norm() / reference.norm()
+        error = (attend(*exact, pattern).double() - reference).norm() / reference.norm()
     assert error < 4e-3  # bfloat16 scores would give 1e-2
 
 
 def test_document_boundaries_cut_at_rows_documents_and_padding():
     ids = torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]])
     assert segment_boundaries(ids).tolist() == [0, 2, 3, 4, 8]
-    assert segment_boundaries(ids, multiple=3).tolist() == [0, 2, 3, 4, 8, 8, 8]
-    assert segment_boundaries(ids, multiple=4).tolist() == [0, 2, 3, 4, 8]
 
 
 def test_flash_kernels_are_chosen_only_where_they_run():
