@@ -27,7 +27,7 @@ from runs import (
     without,
 )
 from training.command_line import load_config
-from training.during import reporting
+from training.during import evaluation
 from training.during.evaluation import Evaluation
 
 # --- a run and what it leaves ---
@@ -207,7 +207,7 @@ def test_a_floor_is_told_only_for_the_sample_s_own_validation_texts(arguments, c
 
 def test_a_validation_loss_that_is_no_number_is_never_the_best(arguments, corpus, monkeypatch):
     figures = iter([math.nan, 9.0, 8.0, math.nan, 8.5])
-    monkeypatch.setattr(reporting, "evaluate_run", lambda run: Evaluation(next(figures), 1.0, 1.0))
+    monkeypatch.setattr(evaluation, "evaluate_run", lambda run: Evaluation(next(figures), 1.0, 1.0))
     train(arguments, "--val_path", corpus, "--eval_interval", 3)
     progress = final_state(arguments)["progress"]
     assert (progress["best_val_loss"], progress["best_step"]) == (8.0, 9)
