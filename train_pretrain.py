@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ from dataclasses import asdict
 
 from errors import NonFinite, SaveFailed, StopRequested, UserError
 from training.command_line import load_config, load_config_or_exit, report
-from training.config import ROOT, Config
+from training.config import Config
 
 if __name__ == "__main__":
     CONFIG = load_config_or_exit()  # answers --help and misspelt options before torch is imported, which takes seconds
@@ -38,12 +37,12 @@ from dataset.loader import StepRows
 from trainer_utils import set_learning_rate, update_parameters
 from training.before.begin import begin_run, look_again
 from training.before.prepare import prepare
-from training.before.start_page import program, resume_command, shown
+from training.commands import generate_command, resume_command, shown
 from training.distributed import init_distributed_mode, is_echo, leave_group
 from training.during.evaluation import evaluate_and_log, evaluate_run, evaluation_is_due
 from training.during.reporting import count_skipped_updates, log_is_due, log_step
 from training.during.results import show_results
-from training.during.run import Listener, Run, Steps
+from training.during.run import Listener, Run, Steps, unheard
 from training.during.stopping import StopSignal
 from training.launcher import environment_rank
 from training.parallel import gradient_sync
@@ -52,11 +51,7 @@ from training.saving.run_folder import locked_run_folder
 # --- the order of events ---
 
 
-def nobody(event: str, run: Run) -> None:
-    """Listens to the events of a run."""
-
-
-def main(argv: list[str] | None = None, listener: Listener = nobody) -> int:
+def main(argv: list[str] | None = None, listener: Listener = unheard) -> int:
     """Train as `argv` says (sys.argv when None). Returns the exit status: 0, 1 for a failure, 2 for a mistake of the
     user's, 128 + signal when stopped. `listener` is told of the events that `Listener` names."""
     try:
@@ -65,7 +60,7 @@ def main(argv: list[str] | None = None, listener: Listener = nobody) -> int:
         return report(error)
 
 
-def start(config: Config, listener: Listener = nobody) -> int:
+def start(config: Config, listener: Listener = unheard) -> int:
     """Train as `config` says; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a console without Chinese must not end a run by an exception
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -112,8 +107,8 @@ def train(run: Run) -> None:
     progress, clock = run.state.progress, run.clock
     ends_epoch = progress.rows_seen % clock.rows == 0
     if progress.step > progress.evaluated_step and evaluation_is_due(run, ends_epoch):
-        with run.throughput.paused():  # a stop or a kill had come between this step and its evaluation
-            run.saver.note_evaluation(is_best=evaluate_and_log(run))  # all ranks
+        with run.throughput.paused():
+            evaluate_and_log(run)  # all ranks; a stop or a kill had come between this step and its evaluation
     if run.is_finished:
         run.console.print(f"Nothing left to do: the run is at its last step, {progress.step}.")
     with closing(run.steps()) as steps:
@@ -183,9 +178,7 @@ def save_evaluate_or_stop(run: Run, ends_epoch: bool) -> None:
                 if evaluation_due:
                     run.saver.settle()  # all ranks: on the disk before the evaluation begins
         if evaluation_due:
-            is_best = evaluate_and_log(run)  # all ranks
-            with run.stop.saving():
-                run.saver.note_evaluation(is_best)  # all ranks
+            evaluate_and_log(run)  # all ranks
     if stop and not run.is_finished:
         raise StopRequested
 
@@ -197,7 +190,7 @@ def fail(run: Run | None, stop: StopSignal, error: BaseException) -> int:
     """The end of a run that went wrong: its status, its cause in words or as a traceback, exit status 1."""
     rank, _, world_size = environment_rank()
     if run:
-        note_end(run, "invalid" if isinstance(error, NonFinite) else "failed")
+        run.note_status("invalid" if isinstance(error, NonFinite) else "failed")
     # Another rank failed first and reports why: wait for the launcher's signal.
     deadline = time.monotonic() + (5 if world_size > 1 and is_echo(error) else 0)
     while not stop.received and time.monotonic() < deadline:
@@ -224,7 +217,7 @@ def save_and_leave(run: Run | None, stop: StopSignal) -> int:
     count_skipped_updates(run)
     with stop.saving():
         run.saver.finish()  # all ranks
-    note_end(run, "stopped")
+    run.note_status("stopped")
     run.console.close()
     run.console.print(f"Stopped at step {run.state.progress.step}. To go on: {resume_command(run.config)}")
     run.tracker.finish("aborted")
@@ -239,15 +232,14 @@ def finish(run: Run) -> int:
     run.notify("leaving")
     run.console.close()
     whole = step >= run.clock.total_steps
-    note_end(run, "finished" if whole else "stopped")
+    run.note_status("finished" if whole else "stopped")
     if run.world.is_main and whole:
         show_results(run)
     weights = shown(config.run_folder / f"{config.run_name}.pth")
-    run.console.print(f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {weights}")
     longer = f" --{'max_steps' if config.max_steps else 'epochs'} N" if whole and config.save_state else ""
+    run.console.print(f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {weights}")
     run.console.print(f"To go on:    {resume_command(config)}{longer}")
-    generate = [program("python"), shown(ROOT / "scripts" / "generate.py"), "--load", shown(config.run_folder)]
-    run.console.print(f"To generate: {shlex.join(generate)}")
+    run.console.print(f"To generate: {generate_command(config)}")
     run.tracker.finish()
     leave_group(run.world)  # all ranks
     return 0
@@ -259,10 +251,6 @@ def report_evaluation(run: Run) -> int:
     run.console.print(json.dumps(asdict(result)))
     leave_group(run.world)  # all ranks
     return 0
-
-
-def note_end(run: Run, status: str) -> None:
-    run.folder.note(status=status, progress=asdict(run.state.progress))
 
 
 if __name__ == "__main__":

@@ -151,8 +151,7 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
                 -100 where there is none. Segment numbers keep the segments of a packed row apart, -1 is padding;
                 without them attention is plainly causal.
             attention_mask: [batch, past + seq], 0 at (left) padding; generation only.
-            boundaries: `segment_boundaries(segment_ids)` made on the host, to spare the varlen kernels a host sync.
-            longest: length of the longest of these, runs of padding included; None: up to seq.
+            boundaries, longest: `segment_boundaries(segment_ids)` and their longest run, known on the host: no sync.
             target_count: 0-dim; the divisor of every loss. None: the valid targets of this batch.
             label_smoothing, z_loss: see `linear_cross_entropy_sum`.
         """

@@ -246,6 +246,7 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
     from training.before.prepare import prepare
     from training.device import peak_memory_gib
     from training.distributed import init_distributed_mode
+    from training.during.run import unheard
     from training.during.stopping import StopSignal
 
     imported = time.perf_counter()
@@ -259,7 +260,7 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
     prepared = prepare(config)
     opened = time.perf_counter()
     with StopSignal() as stop:
-        run = begin_run(prepared, init_distributed_mode(config.device), stop, trainer.nobody)
+        run = begin_run(prepared, init_distributed_mode(config.device), stop, unheard)
         run.data = dataclasses.replace(run.data, validation=None)
         if options.no_save:
             run.saver.save = run.saver.finish = lambda *_: None  # type: ignore[assignment,method-assign]

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 
 import train_pretrain
 from hooks import Hook, run_all, tell
-from training.during.run import Listener
+from training.during.run import Listener, unheard
 from training.saving.checkpoint import find_checkpoints
 from training.saving.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def train(arguments: list[str], *more: object, expect: int = 0, listener: Listener = train_pretrain.nobody) -> None:
+def train(arguments: list[str], *more: object, expect: int = 0, listener: Listener = unheard) -> None:
     """`main(argv)` in this process; the exit status must be `expect`."""
     status = train_pretrain.main([*arguments, *map(str, more)], listener)
     assert status == expect, f"exit status {status}, expected {expect}"

@@ -33,7 +33,7 @@ from runs import (
     train,
     without,
 )
-from training.before.start_page import program
+from training.commands import program
 from training.distributed import World
 from training.during.stopping import StopSignal
 from training.saving.checkpoint import find_checkpoints

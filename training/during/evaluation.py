@@ -82,8 +82,9 @@ def evaluation_is_due(run: Run, ends_epoch: bool) -> bool:
     return run.is_finished or (run.state.progress.step % interval == 0 if interval else ends_epoch)
 
 
-def evaluate_and_log(run: Run) -> bool:
-    """Evaluate, log, and say whether this is the best so far. All ranks must call."""
+def evaluate_and_log(run: Run) -> None:
+    """Evaluate the last finished step, log what was found, keep it, and the weights if they are the best so far. All
+    ranks must call."""
     progress = run.state.progress
     run.notify("evaluating")
     result = evaluate_run(run)  # all ranks
@@ -102,4 +103,5 @@ def evaluate_and_log(run: Run) -> bool:
     if is_best:
         progress.best = result.val_loss, progress.step
     run.notify("evaluated")
-    return is_best
+    with run.stop.saving():
+        run.saver.note_evaluation(is_best)  # all ranks

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from torch import Tensor, nn
 
@@ -30,6 +30,10 @@ from training.trackers import Tracker
 
 Listener = Callable[[str, "Run"], None]  # told of begun, micro-batch, gradients, step, evaluating ...
 Steps = Generator[tuple[StepRows, Iterator[Batch]], None, None]
+
+
+def unheard(event: str, run: Run) -> None:
+    """Nobody listens."""
 
 
 @dataclass
@@ -55,7 +59,7 @@ class Run:
     throughput: Throughput = field(default_factory=Throughput, kw_only=True)
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch, kw_only=True)
     pace: float = field(default=math.nan, kw_only=True)  # seconds a step, smoothed; NaN until one was timed
-    listener: Listener = field(default=lambda event, run: None, kw_only=True)
+    listener: Listener = field(default=unheard, kw_only=True)
 
     @property
     def model(self) -> nn.Module:
@@ -73,6 +77,10 @@ class Run:
 
     def notify(self, event: str) -> None:
         self.listener(event, self)
+
+    def note_status(self, status: str) -> None:
+        """For run.json: running, finished, stopped, failed or invalid."""
+        self.folder.note(status=status, progress=asdict(self.state.progress))
 
     def precision(self) -> AbstractContextManager:
         return autocast(self.world.device, self.choices.torch_dtype)
