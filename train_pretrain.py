@@ -11,7 +11,6 @@ the whole story.
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import sys
@@ -19,7 +18,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 
 from errors import NonFinite, SaveFailed, StopRequested, UserError
 from training.command_line import load_config, load_config_or_exit, report
@@ -36,10 +34,11 @@ from dataset.lm_dataset import Batch
 from dataset.loader import StepRows
 from trainer_utils import set_learning_rate, update_parameters
 from training.before.begin import begin_run, look_again
+from training.before.evaluation_only import evaluate_only
 from training.before.prepare import prepare
 from training.commands import generate_command, resume_command, shown
 from training.distributed import init_distributed_mode, is_echo, leave_group
-from training.during.evaluation import evaluate_and_log, evaluate_run, evaluation_is_due
+from training.during.evaluation import evaluate_and_log, evaluation_is_due
 from training.during.reporting import count_skipped_updates, log_is_due, log_step
 from training.during.results import show_results
 from training.during.run import Listener, Run, Steps, unheard
@@ -77,15 +76,15 @@ def run_config(config: Config, stop: StopSignal, held: ExitStack, listener: List
     try:
         try:
             with stop.immediately():  # until the first new step is finished a stop loses nothing
+                if config.eval_only:
+                    return evaluate_only(config, stop)
                 prepared = prepare(config)  # every mistake that can be found is found here, before ranks meet
                 world = init_distributed_mode(prepared.config.device)
                 stop.at_once = world.size == 1  # several ranks vote: one that just left would leave the others waiting
-                if world.is_main and not config.eval_only:
+                if world.is_main:
                     held.enter_context(locked_run_folder(config))
                 prepared = look_again(prepared, config, world)  # all ranks
                 run = begin_run(prepared, world, stop, listener)
-                if config.eval_only:
-                    return report_evaluation(run)
                 train(run)
         except StopRequested:
             return save_and_leave(run, stop)
@@ -241,14 +240,6 @@ def finish(run: Run) -> int:
     run.console.print(f"To go on:    {resume_command(config)}{longer}")
     run.console.print(f"To generate: {generate_command(config)}")
     run.tracker.finish()
-    leave_group(run.world)  # all ranks
-    return 0
-
-
-def report_evaluation(run: Run) -> int:
-    """--eval_only: the validation figures of the weights as loaded; nothing is written."""
-    result = evaluate_run(run)  # all ranks
-    run.console.print(json.dumps(asdict(result)))
     leave_group(run.world)  # all ranks
     return 0
 

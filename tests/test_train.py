@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
 import yaml
 
-import train_pretrain
 from runs import (
     ROOT,
     final_state,
@@ -26,6 +26,7 @@ from runs import (
     train,
     without,
 )
+from training.before import evaluation_only
 from training.command_line import load_config
 from training.during import evaluation
 from training.during.evaluation import Evaluation
@@ -229,9 +230,32 @@ def test_a_failure_while_only_evaluating_shows_its_own_cause(arguments, corpus, 
     def fail(*_: object) -> None:
         raise RuntimeError("the cause")
 
-    monkeypatch.setattr(train_pretrain, "evaluate_run", fail)
+    monkeypatch.setattr(evaluation_only, "evaluate", fail)
     with pytest.raises(RuntimeError, match="the cause"):
         train(arguments, "--eval_only", 1, "--val_path", corpus)
+
+
+def test_evaluating_needs_neither_shape_nor_training_texts(arguments, corpus, tmp_path, capsys):
+    train(arguments, "--val_path", corpus)
+    val_loss = logged(arguments, "val_loss")[13]
+    (held_out := tmp_path / "held_out.jsonl").write_bytes(corpus.read_bytes())
+    corpus.unlink()
+    shutil.rmtree(tmp_path / "cache")
+    capsys.readouterr()
+    place = ["--save_dir", str(tmp_path / "runs"), "--cache_dir", str(tmp_path / "cache"), "--device", "cpu"]
+    train(["--eval_only", "1", "--val_path", str(held_out), *place])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["val_loss"] == pytest.approx(val_loss, abs=2e-3)  # the weights are float16
+
+
+def test_evaluating_one_of_two_runs_asks_which(arguments, corpus, tmp_path, capsys):
+    train(arguments, "--max_steps", 1)
+    train(replaced(arguments, hidden_size=48), "--max_steps", 1)
+    place = ["--save_dir", str(tmp_path / "runs"), "--cache_dir", str(tmp_path / "cache"), "--device", "cpu"]
+    words = ["--eval_only", "1", "--val_path", str(corpus), *place]
+    train(words, expect=2)
+    assert "pretrain_32, pretrain_48 are there; say which: --from_weight pretrain_32" in capsys.readouterr().err
+    train([*words, "--from_weight", "pretrain_48"])
 
 
 def test_paths_in_the_saved_settings_mean_the_same_from_another_folder(arguments, corpus, monkeypatch):

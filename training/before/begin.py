@@ -55,14 +55,14 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal, listener: List
     if prepared.checkpoint:
         notes += state.restore(prepared.checkpoint, world.rank, world.device, config.resume_reset == "optimizer")
     console, folder = Console(world.is_main), RunFolder()
-    if world.is_main and not config.eval_only:
+    if world.is_main:
         with folder_errors(config):
             folder = open_run_folder(config, facts, progress, prepared.checkpoint, predicted, data.ledgers)
         stop.before_leaving = lambda: folder.note(status="stopped")
     for line in notes:
         console.print(line)
     tracker = start_tracker(
-        config.tracker_name if world.is_main and not config.eval_only else "", config.wandb_project, config.run_name,
+        config.tracker_name if world.is_main else "", config.wandb_project, config.run_name,
         config.values(), config.run_folder, progress.tracker_run_id or None, console.print,
     )  # fmt: skip
     progress.tracker_run_id = tracker.run_id or progress.tracker_run_id
@@ -132,7 +132,7 @@ def rehearse(prepared: Prepared, choices: Choices, world: World) -> tuple[Config
     """A dry step: on CUDA it finds the batch_size that fits. All ranks must call. Returns settings and choices with
     that, what was measured, and what was changed, in words."""
     config, clock, ranks = prepared.config, prepared.clock, world.size
-    if config.eval_only or prepared.progress.step >= clock.total_steps:
+    if prepared.progress.step >= clock.total_steps:
         return config, choices, None, []
     fitting, measured = fitting_batch_size(prepared.model, prepared.data.train, choices, config, world)  # all ranks
     if fitting == choices.batch_size:

@@ -23,8 +23,6 @@ def check_settings(config: Config) -> list[str]:
 
 def check_model(config: Config, model: torch.nn.Module) -> list[str]:
     """Problems of a model of this size, which may still be on the meta device: memory to train it, disk to save it."""
-    if config.eval_only:
-        return []
     state, weights, training = model_bytes(model, config)
     return check_memory(config, model, training) + check_disk(config, state, weights)
 

@@ -29,35 +29,43 @@ def open_data(config: Config, tokenizer: TextTokenizer, show: bool) -> Data:
     """Training rows and, where there are texts for it, validation rows. Raises DataError."""
     if config.uses_sample:
         make_bundled_sample()
-
-    def corpus(path: str, part: str, fraction: float) -> TokenCache:
-        return build_or_open(
-            resolve_paths(path),
-            tokenizer,
-            text_key=config.text_key,
-            cache_dir=resolve_path(config.cache_dir),
-            bad_lines=config.bad_lines,
-            val_fraction=fraction,
-            part=part,
-            verify=bool(config.verify_data),
-            progress=show,
-        )
-
-    problems, held_out = Findings(), None
-    train = problems.of(corpus, config.data_path, "train", config.val_fraction)
-    val_path = config.val_path or (str(SAMPLE_FOLDER / "val.jsonl") if config.uses_sample else "")
-    if val_path:
-        held_out = problems.of(corpus, val_path, "train", 0.0)
-    elif config.val_fraction > 0:
-        held_out = problems.of(corpus, config.data_path, "val", config.val_fraction)
+    problems = Findings()
+    cache = problems.of(open_cache, config, tokenizer, show, config.data_path, "train", config.val_fraction)
+    validation = problems.of(open_validation, config, tokenizer, show)
     refuse(problems)
-    dataset = PretrainDataset(train, config.max_seq_len, packing=bool(config.packing))
-    if held_out is None:
-        return Data(tokenizer, dataset, None)
-    chosen = None
-    if config.eval_rows:
-        chosen = choose_documents(held_out, config.eval_rows, config.max_seq_len)
-    validation = PretrainDataset(held_out, config.max_seq_len, packing=True, documents=chosen)
-    if show:
-        validation.ledger["shared_with_train"] = count_shared(train, held_out)
-    return Data(tokenizer, dataset, validation)
+    train = PretrainDataset(cache, config.max_seq_len, packing=bool(config.packing))
+    if show and validation:
+        validation.ledger["shared_with_train"] = count_shared(cache, validation.cache)
+    return Data(tokenizer, train, validation)
+
+
+def open_validation(config: Config, tokenizer: TextTokenizer, show: bool) -> PretrainDataset | None:
+    """Rows of held-out documents: of --val_path, of the bundled sample, or of --val_fraction; None without any. Raises
+    DataError."""
+    val_path = config.val_path or (str(SAMPLE_FOLDER / "val.jsonl") if config.uses_sample else "")
+    if config.uses_sample:
+        make_bundled_sample()
+    if val_path:
+        cache = open_cache(config, tokenizer, show, val_path, "train", 0.0)
+    elif config.val_fraction > 0:
+        cache = open_cache(config, tokenizer, show, config.data_path, "val", config.val_fraction)
+    else:
+        return None
+    chosen = choose_documents(cache, config.eval_rows, config.max_seq_len) if config.eval_rows else None
+    return PretrainDataset(cache, config.max_seq_len, packing=True, documents=chosen)
+
+
+def open_cache(
+    config: Config, tokenizer: TextTokenizer, show: bool, path: str, part: str, fraction: float
+) -> TokenCache:
+    return build_or_open(
+        resolve_paths(path),
+        tokenizer,
+        text_key=config.text_key,
+        cache_dir=resolve_path(config.cache_dir),
+        bad_lines=config.bad_lines,
+        val_fraction=fraction,
+        part=part,
+        verify=bool(config.verify_data),
+        progress=show,
+    )

@@ -24,7 +24,7 @@ def check_run_folder(config: Config) -> list[str]:
     if len(name.encode()) > NAME_BYTES:
         return [f"--save_weight {name[:20]}...: a name of {len(name.encode())} bytes; {NAME_BYTES} at most"]
     unset = check_variables(config, "save_dir")
-    return unset or ([] if config.eval_only else check_writable("save_dir", config.resume_folder))
+    return unset or check_writable("save_dir", config.resume_folder)
 
 
 def check_paths(config: Config) -> list[str]:
@@ -67,7 +67,7 @@ def check_writable(name: str, folder: Path) -> list[str]:
 def check_sources(config: Config) -> list[str]:
     """Problems of the texts and weights that will be read."""
     problems = Findings()
-    for name in ("data_path", "val_path"):
+    for name in ("val_path",) if config.eval_only and not config.val_fraction else ("data_path", "val_path"):
         text = getattr(config, name)
         if not text or (name == "data_path" and config.uses_sample):  # the sample is made when it is needed
             continue

@@ -53,8 +53,6 @@ def prepare(config: Config) -> Prepared:
         checkpoint = problems.of(find_checkpoint, config)
     if checkpoint:  # a command line that is repeated names the first weights again; they may be gone by now
         config = replace(with_saved(config, checkpoint.state["config"]), from_weight="none")
-    elif config.eval_only and config.from_weight == "none":
-        config = replace(config, from_weight=config.save_weight)
     problems += check_settings(config)
     tokenizer = problems.of(TextTokenizer.load, resolve_path(config.tokenizer_path), bool(config.parse_special))
     if checkpoint and tokenizer:

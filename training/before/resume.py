@@ -29,7 +29,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
             )
         return checkpoint
     holds_run = has_weights or any(config.resume_folder.glob("step_*"))
-    if holds_run and not config.overwrite and not config.eval_only:
+    if holds_run and not config.overwrite:
         raise UserError(
             f"--save_weight {config.save_weight}: {folder} holds a run already; go on with it (--from_resume 1), "
             "name another (--save_weight NEW) or replace it (--overwrite 1)"

@@ -34,7 +34,7 @@ def has_validation(c: Config) -> bool:
 
 def beyond_the_end(name: str, c: Config, known: Known) -> bool:
     """An interval of the command line longer than the run. A YAML file serves runs of every length."""
-    return name in c.flags and getattr(c, name) > known.total_steps > 0 and not c.eval_only
+    return name in c.flags and getattr(c, name) > known.total_steps > 0
 
 
 def idle_in_evaluation(name: str, c: Config, known: Known) -> bool:
@@ -93,12 +93,12 @@ REFUSED = (
     ),
     Rule(
         "max_steps",
-        lambda c, known: 0 < c.max_steps < known.step and not c.eval_only,
+        lambda c, known: 0 < c.max_steps < known.step,
         "the saved run is at step {known.step}, past the end this gives; raise it",
     ),
     Rule(
         "stop_after",
-        lambda c, known: 0 < c.stop_after < known.step and not c.eval_only,
+        lambda c, known: 0 < c.stop_after < known.step,
         "the saved run is at step {known.step}; stop later or drop it",
     ),
 )
@@ -126,12 +126,12 @@ NOTED = (
     ),
     Rule(
         "warmup_steps",
-        lambda c, known: c.warmup_steps >= known.total_steps > 0 and not c.eval_only,
+        lambda c, known: c.warmup_steps >= known.total_steps > 0,
         "the run has {known.total_steps} steps; it ends while the learning rate still rises",
     ),
     Rule(
         "stop_after",
-        lambda c, known: c.stop_after > known.total_steps > 0 and not c.eval_only,
+        lambda c, known: c.stop_after > known.total_steps > 0,
         "the run has {known.total_steps} steps and ends before",
     ),
     *(

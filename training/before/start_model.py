@@ -106,7 +106,7 @@ def find_weights(config: Config) -> Path:
     named = resolve_path(config.from_weight)
     stem = f"{config.from_weight}_{config.hidden_size}{'_moe' if config.use_moe else ''}"
     save_dir = resolve_path(config.save_dir)
-    candidates = [named, save_dir / stem / f"{stem}.pth", save_dir / f"{stem}.pth"]
+    candidates = [named, save_dir / stem / f"{stem}.pth", save_dir / f"{stem}.pth", save_dir / config.from_weight]
     for path in candidates:
         inside = path / f"{path.name}.pth"  # a run folder
         if os.path.isfile(path) or os.path.isfile(path / "config.json"):

@@ -24,7 +24,7 @@ def start_page(prepared: Prepared, facts: RunFacts, predicted: dict[str, Any]) -
     ]
     if data.validation:
         lines.append(f"Validation: {ledger_line(data.validation)}")
-    lines += cost_lines(predicted, choices.world_size)[: 1 if config.eval_only else None]
+    lines += cost_lines(predicted, choices.world_size)
     lines += [f"Note: {note}" for note in notes_on(config, prepared.clock.total_steps, choices.device)]
     if checkpoint:
         lines.append(f"Resuming {checkpoint.folder}")
