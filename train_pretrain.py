@@ -234,6 +234,7 @@ def finish(run: Run) -> int:
     run.note_status("finished" if whole else "stopped")
     if run.world.is_main and whole:
         show_results(run)
+        run.console.print(run.saver.publish())
     weights = shown(config.run_folder / f"{config.run_name}.pth")
     longer = f" --{'max_steps' if config.max_steps else 'epochs'} N" if whole and config.save_state else ""
     run.console.print(f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {weights}")

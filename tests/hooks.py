@@ -135,6 +135,28 @@ def _spoil_loss(steps: list[int]) -> None:
     _replace("torch.amp.GradScaler.scale", wrap_scale)
 
 
+def wait_before(path: str, count: int, file: object) -> Hook:
+    """A hook: the `count`-th call of `path` begins only once `file` exists."""
+    return _wait_before, path, count, str(file)
+
+
+def _wait_before(path: str, count: int, file: str) -> None:
+    calls = 0
+
+    def wrap(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            while calls == count and not os.path.exists(file):
+                time.sleep(0.01)
+            return original(*arguments, **options)
+
+        return wrapped
+
+    _replace(path, wrap)
+
+
 def set_value(path: str, value: Any) -> Hook:
     """A hook: set `module.NAME` (or a class's) to `value`."""
     return _replace, path, functools.partial(_constant, value)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from errors import UserError, refuse
-from training.config import FIXED, SHOWN, Config, changed_settings
+from training.config import FIXED, SHOWN, Config, changed_settings, resolve_path
 from training.saving.checkpoint import Checkpoint, load_newest
 from training.saving.state import RunFacts, circumstances
 from training.schedule import Clock, Progress, accumulation_steps, steps_in
@@ -27,6 +29,11 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
                 f"--from_resume 1: {folder} holds weights but no resume state; start another run from them with "
                 f"--from_weight {config.save_weight} --save_weight NEW, or replace it with --overwrite 1"
             )
+        if checkpoint is None and not config.overwrite and (near := similar_run(config)):
+            raise UserError(
+                f"--save_weight {config.save_weight}: there is no run {name} to resume, but {near}; correct the name, "
+                "or begin a new run with --overwrite 1"
+            )
         return checkpoint
     holds_run = has_weights or any(config.resume_folder.glob("step_*"))
     if holds_run and not config.overwrite:
@@ -35,6 +42,15 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
             "name another (--save_weight NEW) or replace it (--overwrite 1)"
         )
     return None
+
+
+def similar_run(config: Config) -> str:
+    """A run whose name differs from the one asked for as a slip of the fingers would; empty if there is none. Names
+    that differ in their digits (run1, run2) are meant."""
+    name, digits = config.run_name, re.findall(r"\d", config.run_name)
+    runs = [path.parent.name for path in resolve_path(config.save_dir).glob("*/run.json")]
+    alike = [run for run in runs if run != name and re.findall(r"\d", run) == digits]
+    return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=0.8)), "")
 
 
 def has_completed_save(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from errors import NonFinite, SaveFailed
+from errors import CheckpointError, NonFinite, SaveFailed
 from storage.tensors import all_finite
 from training.config import Config
 from training.distributed import World
@@ -18,7 +18,7 @@ from training.saving.background import BackgroundWriter
 from training.saving.checkpoint import amend_checkpoint, prune, weights_digest, write_checkpoint
 from training.saving.run_folder import RunFolder
 from training.saving.state import RunFacts, TrainingState
-from training.saving.weights import publish_copy, write_weights
+from training.saving.weights import publish_copy, publish_flat, write_weights
 from training.schedule import Clock
 
 
@@ -111,6 +111,15 @@ class Saver:
             problem = str(error)
         if problem := self.world.broadcast(problem):  # all ranks
             raise SaveFailed(problem)
+
+    def publish(self) -> str:
+        """Put the finished weights where MiniMind's own next steps look, too. Main process only; returns what was done,
+        in words: it costs no run its good end when that fails."""
+        folder = self.config.run_folder
+        try:
+            return publish_flat(folder, folder.parent, self.config.run_name)
+        except (SaveFailed, CheckpointError) as error:
+            return f"Warning: {error}"
 
     def _state_json(self) -> dict[str, Any]:
         return self.state.as_json(self.facts, self.clock.lr(self.state.progress.rows_seen))
