@@ -156,6 +156,7 @@ def forward_backward(run: Run, step: StepRows, batches: Iterator[Batch]) -> Tens
                 )
             run.state.scaler.scale(out.loss * world.gradient_scale).backward()
         shares += torch.stack([out.loss, out.logits_loss, out.aux_loss]).detach()
+        run.console.sign_of_life(f"step {run.state.progress.step + 1}: micro-batch {index} of {micro_batches} is done")
         if not is_last and run.stop.agreed(world)[0]:  # all ranks; a finished window is not dropped
             raise StopRequested
     return shares
@@ -202,6 +203,8 @@ def fail(run: Run | None, stop: StopSignal, error: BaseException) -> int:
         print(f"Rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
+    if run and run.world.is_main and run.saver.last_good_step:
+        print(f"To go on from step {run.saver.last_good_step}: {resume_command(run.config)}", flush=True)
     if world_size > 1:
         os._exit(1)  # at once: the launcher ends the other ranks, which may wait for this one in a collective
     return 1
@@ -218,7 +221,9 @@ def save_and_leave(run: Run | None, stop: StopSignal) -> int:
         run.saver.finish()  # all ranks
     run.note_status("stopped")
     run.console.close()
-    run.console.print(f"Stopped at step {run.state.progress.step}. To go on: {resume_command(run.config)}")
+    step = run.state.progress.step
+    go_on = f"Stopped at step {step}. To go on: {resume_command(run.config)}"
+    run.console.print(go_on if step else "Stopped before the first step was finished; there is nothing to go on from.")
     run.tracker.finish("aborted")
     code = stop.exit_code
     leave_group(run.world)  # all ranks

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
@@ -55,8 +56,8 @@ def update_parameters(
     finite = torch.isfinite(norm)
     step_if_finite(optimizers, finite)
     scaler.update()
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    # DDP's gradients are views of its buckets: dropped, each step's first backward would make them anew beside those.
+    model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return norm, finite
 
 

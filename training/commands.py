@@ -28,8 +28,7 @@ def program(name: str) -> str:
 
 def resume_command(config: Config) -> str:
     """The command line that goes on with this run from the current folder: the same launcher, ranks and run."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") if is_torchrun_worker() else None
-    words = [program("torchrun"), "--nproc_per_node", ranks] if ranks else [program("python")]
+    words = launcher_words() if is_torchrun_worker() else [program("python")]
     words.append(shown(ROOT / "train_pretrain.py"))
     for name in ("config", "save_dir", "save_weight", "hidden_size", "use_moe"):
         value = getattr(config, name)
@@ -38,6 +37,16 @@ def resume_command(config: Config) -> str:
     if not config.save_state:  # no state to resume: its weights can begin another run
         return shlex.join([*words, "--from_weight", config.save_weight, "--save_weight", "NEW"])
     return shlex.join([*words, "--from_resume", "1"])
+
+
+def launcher_words() -> list[str]:
+    """torchrun as it started this worker, as far as the worker is told: ranks, and nodes with where they meet."""
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+    words = [program("torchrun"), "--nproc_per_node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
+    if nodes == "1":
+        return words
+    address = f"{os.environ.get('MASTER_ADDR', 'HOST')}:29400"
+    return [*words, "--nnodes", nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", address]
 
 
 def generate_command(config: Config) -> str:

@@ -152,7 +152,7 @@ class Config:
 
     @property
     def run_name(self) -> str:
-        return f"{self.save_weight}_{self.hidden_size}{'_moe' if self.use_moe else ''}"
+        return run_name(self.save_weight, self.hidden_size, self.use_moe)
 
     @property
     def run_folder(self) -> Path:
@@ -194,6 +194,11 @@ def grouped_options() -> dict[str, list[str]]:
 
 
 # --- paths ---
+
+
+def run_name(save_weight: str, hidden_size: int, use_moe: int) -> str:
+    """Of a run's folder and, with a suffix, of its weights; MiniMind's rule."""
+    return f"{save_weight}_{hidden_size}{'_moe' if use_moe else ''}"
 
 
 def resolve_path(text: str | Path) -> Path:

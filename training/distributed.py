@@ -16,7 +16,9 @@ from torch.distributed.rendezvous import rendezvous
 from training.device import choose_device
 from training.launcher import environment_rank
 
-GROUP_TIMEOUT = timedelta(minutes=30)
+MEETING_TIMEOUT = timedelta(minutes=30)  # ranks come as their machines have read or tokenised the texts
+NCCL_TIMEOUT = timedelta(minutes=10)  # a collective that takes longer hangs: another rank is gone or stuck
+GROUP_OF_ONE = "MINIMIND_GROUP_OF_ONE"  # set: a process group for a single rank too, to try NCCL and DDP on one GPU
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,19 @@ def init_distributed_mode(device_name: str = "auto") -> World:
     device = choose_device(device_name, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if size == 1:
+    if size == 1 and GROUP_OF_ONE not in os.environ:
         return World(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store = meet(next(rendezvous("env://", timeout=GROUP_TIMEOUT))[0], rank, size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
-    side_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    on_cuda = device.type == "cuda"
+    store = meet(next(rendezvous("env://", timeout=MEETING_TIMEOUT))[0], rank, size)
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=NCCL_TIMEOUT if on_cuda else MEETING_TIMEOUT,
+        device_id=device if on_cuda else None,  # NCCL connects now, where a failure is plain, not in the first step
+    )
+    side_group = dist.new_group(backend="gloo", timeout=MEETING_TIMEOUT)
     return World(device, rank, size, side_group)
 
 
@@ -98,12 +107,12 @@ def meet(store: dist.Store, rank: int, size: int) -> dist.Store:
     killed ones and wait for them. So rank 0 draws a name and tells it to each rank that says hello, until all use it.
     """
     token = os.urandom(8).hex()
-    until = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+    until = time.monotonic() + MEETING_TIMEOUT.total_seconds()
 
     def wait(key: str) -> None:  # in Python, so that stop signals are served
         while not store.check([key]):
             if time.monotonic() > until:
-                raise TimeoutError(f"rank {rank}: the {size} ranks did not meet within {GROUP_TIMEOUT}")
+                raise TimeoutError(f"rank {rank}: the {size} ranks did not meet within {MEETING_TIMEOUT}")
             time.sleep(0.02)
 
     if rank > 0:
@@ -122,7 +131,7 @@ def meet(store: dist.Store, rank: int, size: int) -> dist.Store:
 
 def leave_group(world: World) -> None:
     """All ranks must call: none may tear down what another still reads."""
-    if world.size > 1:
+    if world.side_group:
         world.barrier()
         dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ def parallelize(model: nn.Module, world: World) -> nn.Module:
 
     Its gradients are then means over ranks: `World.gradient_scale` turns sums of a step's losses into that.
     """
-    if world.size == 1:
+    if not world.side_group:
         return model
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)

@@ -62,8 +62,9 @@ def begin_run(prepared: Prepared, world: World, stop: StopSignal, listener: List
     for line in notes:
         console.print(line)
     tracker = start_tracker(
-        config.tracker_name if world.is_main else "", config.wandb_project, config.run_name,
-        config.values(), config.run_folder, progress.tracker_run_id or None, console.print,
+        config.tracker_name if world.is_main and progress.step < clock.total_steps else "",
+        config.wandb_project, config.run_name, config.values(), config.run_folder, progress.tracker_run_id or None,
+        console.print,
     )  # fmt: skip
     progress.tracker_run_id = tracker.run_id or progress.tracker_run_id
     saver = Saver(config, world, state, clock, facts, weights_description(prepared), folder)

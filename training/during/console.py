@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
+
+SILENCE_SECONDS = 20.0
 
 
 class Console:
@@ -12,6 +15,7 @@ class Console:
     def __init__(self, enabled: bool = True):
         self.enabled = enabled
         self._bar: Any = None
+        self._spoke = time.monotonic()
 
     def start(self, total: int, done: int = 0) -> None:
         """Open a bar of `total` steps; the one before is closed."""
@@ -26,7 +30,13 @@ class Console:
         if self._bar is not None:
             self._bar.update()
 
+    def sign_of_life(self, text: str) -> None:
+        """A line where nothing was said for a while, as in a long first step."""
+        if self.enabled and time.monotonic() - self._spoke > SILENCE_SECONDS:
+            self.print(text)
+
     def print(self, text: str) -> None:
+        self._spoke = time.monotonic()
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         elif self.enabled:

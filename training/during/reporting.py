@@ -28,7 +28,10 @@ def log_is_due(run: Run, step: StepRows) -> bool:
 def log_step(run: Run, step: StepRows, losses: Tensor, lr: float, grad_norm: Tensor) -> None:
     """The log line, metrics.jsonl and tracker of the step just finished. All ranks must call."""
     count_skipped_updates(run)
-    loss, logits_loss, aux_loss = run.world.sum(losses.tolist())  # all ranks
+    calls = 1 + step.micro_batch_count(run.choices.batch_size, run.world.size)
+    wanted = run.stop.wanted_pace(run.pace / calls) if run.world.is_main else 0
+    loss, logits_loss, aux_loss, vote_every = run.world.sum([*losses.tolist(), wanted])  # all ranks
+    run.stop.vote_every = int(vote_every)
     entry = metrics_of(run, step, (loss, logits_loss, aux_loss), lr, grad_norm.item())
     run.console.print(format_log_line(entry))
     run.folder.log(entry.record())

@@ -34,6 +34,7 @@ class StopSignal:
     """
 
     PATIENCE_SECONDS = 10.0
+    VOTE_SECONDS = 0.5  # about so often the ranks vote: with many of them, a vote costs as much as a short micro-batch
     LAUNCHER_ECHO_SECONDS = 2.0  # a launcher passes on a Ctrl-C that its workers may have had from the terminal already
 
     def __init__(self) -> None:
@@ -41,6 +42,8 @@ class StopSignal:
         self.at_once = False
         self.has_new_step = False  # a step was finished since the start: leaving means saving first
         self.is_saving = False  # the ranks wait for the disk, not for each other
+        self.vote_every = 1  # calls of `agreed`; rank 0 tells all another number, since all must vote together
+        self._calls = 0
         self._asked = 0.0  # time of the last vote of several ranks
         self._pace = 0.0  # seconds from one vote to the next
         self._agreed = False
@@ -119,15 +122,23 @@ class StopSignal:
             self.at_once = False
 
     def agreed(self, world: World, *also: bool) -> tuple[bool, ...]:
-        """(stop, *also), each true if it is on any rank. All ranks must call."""
+        """(stop, *also), each true if it is on any rank. All ranks must call; they vote every `vote_every` calls, and
+        between votes nothing is agreed."""
         if world.size == 1:
             return (bool(self.received), *also)
+        self._calls += 1
+        if self._calls % self.vote_every:
+            return (False,) * (1 + len(also))
         if self._asked:
             self._pace = max(time.monotonic() - self._asked, 0.9 * self._pace)
         most, *others = world.max([self.received, *map(int, also)])
         self.received = self.received or most  # one that came during the vote counts at the next
         self._asked, self._agreed = time.monotonic(), bool(most)
         return (self._agreed, *map(bool, others))
+
+    def wanted_pace(self, seconds: float) -> int:
+        """Calls of `agreed` that make up VOTE_SECONDS, when they come so many seconds apart (NaN: not known yet)."""
+        return max(1, int(self.VOTE_SECONDS / seconds)) if seconds > 0 else 1
 
     @property
     def exit_code(self) -> int:

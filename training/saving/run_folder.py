@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 import sys
@@ -17,7 +18,7 @@ from errors import SaveFailed, UserError
 from storage.files import write_file_atomic
 from storage.folders import clean_leftovers
 from storage.locks import take_lock
-from training.config import ONE_START_ONLY, Config
+from training.config import ONE_START_ONLY, Config, run_name
 from training.saving.checkpoint import Checkpoint, find_checkpoints, weights_digest
 from training.saving.metrics_file import MetricsFile
 from training.saving.receipt import Receipt
@@ -129,6 +130,7 @@ def open_run_folder(
     settings["global_batch_size"] = facts.global_batch_size  # the same steps with any number of ranks
     write_file_atomic(config.run_folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     receipt = Receipt(config.run_folder / "run.json")
+    take_over_names(config, receipt)
     choices = asdict(facts.choices)
     receipt.update(
         status="running",
@@ -145,6 +147,18 @@ def open_run_folder(
     if checkpoint:  # a kill may have come between the checkpoint and its note
         receipt.add_save(checkpoint.step, weights_digest(checkpoint.manifest), f"resume/step_{checkpoint.step:08d}")
     return OpenRunFolder(metrics, receipt)
+
+
+def take_over_names(config: Config, receipt: Receipt) -> None:
+    """In a run folder that was renamed, the weights get the new name as well."""
+    saved = {**receipt.data.get("config", {})}
+    if not {"save_weight", "hidden_size", "use_moe"} <= saved.keys():
+        return
+    old = run_name(saved["save_weight"], saved["hidden_size"], saved["use_moe"])
+    for path in config.run_folder.glob(f"{glob.escape(old)}*"):
+        tier = path.name.removeprefix(old)
+        if old != config.run_name and tier in (".json", ".pth", "_best.json", "_best.pth"):
+            os.replace(path, path.with_name(config.run_name + tier))
 
 
 def clear_run(config: Config) -> None:
