@@ -42,6 +42,7 @@ from training.during.evaluation import evaluate_and_log, evaluation_is_due
 from training.during.reporting import count_skipped_updates, log_is_due, log_step
 from training.during.results import show_results
 from training.during.run import Listener, Run, Steps, unheard
+from training.during.screen import lasting_stdout
 from training.during.stopping import StopSignal
 from training.launcher import environment_rank
 from training.parallel import gradient_sync
@@ -64,7 +65,7 @@ def start(config: Config, listener: Listener = unheard) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a console without Chinese must not end a run by an exception
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with StopSignal() as stop, ExitStack() as held:
+        with lasting_stdout(), StopSignal() as stop, ExitStack() as held:
             return run_config(config, stop, held, listener)
     except UserError as error:
         return report(error)
