@@ -186,9 +186,10 @@ def test_settings_that_do_no_harm_run_and_are_noted(flags, arguments, corpus, tm
     assert any(line.startswith(HARMLESS[flags]) for line in said), said
 
 
-def test_epochs_beside_max_steps_are_not_refused(arguments):
+def test_epochs_beside_max_steps_are_not_refused(arguments, capsys):
     train(arguments, "--max_steps", 5)
     assert final_state(arguments)["progress"]["step"] == 5
+    assert notes_in(capsys.readouterr().out) == ["--epochs 1: --max_steps 5 comes first; --max_steps 0 goes by epochs"]
 
 
 def test_what_an_evaluation_has_no_use_for_is_noted(arguments, corpus, capsys):
