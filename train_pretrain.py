@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 8 train_pretrain.py ...        many
     python train_pretrain.py --from_resume 1 ...             go on where the last save left off
 
-The order of events: settings, the save to go on from, model, data, ranks, dry step, loop, finish. README.md has the
-whole story.
+The order of events: settings, the checkpoint to go on from, model, data, ranks, dry step, loop, finish. README.md has
+the whole story.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 
-from errors import UserError
+from errors import NonFinite, SaveFailed, StopRequested, UserError
 from training.command_line import load_config, load_config_or_exit, report
 from training.config import ROOT, Config
 
@@ -32,64 +32,63 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from dataset.lm_dataset import Batch, SkipBatchSampler, collate
-from dataset.packing import RowOrder
-from errors import NonFinite, SaveFailed, StopRequested
-from trainer_utils import autocast, losses_of, set_learning_rate, to_device, update_parameters
-from training.before.begin import Run, begin_run
+from dataset.lm_dataset import Batch
+from dataset.loader import StepRows
+from trainer_utils import set_learning_rate, update_parameters
+from training.before.begin import begin_run, look_again
 from training.before.prepare import prepare
 from training.before.start_page import program, resume_command, shown
 from training.distributed import init_distributed_mode, is_echo, leave_group
-from training.during.reporting import (
-    evaluate_and_log,
-    evaluate_run,
-    evaluation_is_due,
-    log_is_due,
-    log_step,
-    look_at_updates,
-    report_on_sample,
-    sample_texts,
-)
-from training.during.stopping import StopSignal, ignore_stop_signals
+from training.during.evaluation import evaluate_and_log, evaluate_run, evaluation_is_due
+from training.during.reporting import count_skipped_updates, log_is_due, log_step
+from training.during.results import show_results
+from training.during.run import Listener, Run, Steps
+from training.during.stopping import StopSignal
 from training.launcher import environment_rank
-from training.saving.live_state import capture_rng
+from training.parallel import gradient_sync
+from training.saving.run_folder import locked_run_folder
 
 # --- the order of events ---
 
 
-def main(argv: list[str] | None = None) -> int:
+def nobody(event: str, run: Run) -> None:
+    """Listens to the events of a run."""
+
+
+def main(argv: list[str] | None = None, listener: Listener = nobody) -> int:
     """Train as `argv` says (sys.argv when None). Returns the exit status: 0, 1 for a failure, 2 for a mistake of the
-    user's, 128 + signal when stopped."""
+    user's, 128 + signal when stopped. `listener` is told of the events that `Listener` names."""
     try:
-        config = load_config(argv)
+        return start(load_config(argv), listener)
     except UserError as error:
         return report(error)
-    return start(config)
 
 
-def start(config: Config) -> int:
+def start(config: Config, listener: Listener = nobody) -> int:
     """Train as `config` says; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a console without Chinese must not end a run by an exception
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with StopSignal() as stop:
-            return run_config(config, stop)
+        with StopSignal() as stop, ExitStack() as held:
+            return run_config(config, stop, held, listener)
     except UserError as error:
         return report(error)
 
 
-def run_config(config: Config, stop: StopSignal) -> int:
-    """One run from settings to exit status."""
+def run_config(config: Config, stop: StopSignal, held: ExitStack, listener: Listener) -> int:
+    """One run from settings to exit status; what it holds to its end, the run folder's lock, goes into `held`."""
     run: Run | None = None
     try:
         try:
             with stop.immediately():  # until the first new step is finished a stop loses nothing
                 prepared = prepare(config)  # every mistake that can be found is found here, before ranks meet
-                world = init_distributed_mode(config.device)
+                world = init_distributed_mode(prepared.config.device)
                 stop.at_once = world.size == 1  # several ranks vote: one that just left would leave the others waiting
-                run = begin_run(prepared, world, stop)
+                if world.is_main and not config.eval_only:
+                    held.enter_context(locked_run_folder(config))
+                prepared = look_again(prepared, config, world)  # all ranks
+                run = begin_run(prepared, world, stop, listener)
                 if config.eval_only:
                     return report_evaluation(run)
                 train(run)
@@ -108,121 +107,87 @@ def run_config(config: Config, stop: StopSignal) -> int:
 
 def train(run: Run) -> None:
     """Train from where the state stands to the last step, epoch by epoch."""
+    run.notify("begun")
     run.model.train()
-    progress = run.state.progress
-    with run.throughput.paused():
-        if progress.step > progress.evaluated_step and evaluation_is_due(run) and evaluate_and_log(run):
-            run.saver.save(best=True)  # all ranks; a stop had come between this step and its evaluation
+    progress, clock = run.state.progress, run.clock
+    ends_epoch = progress.rows_seen % clock.rows == 0
+    if progress.step > progress.evaluated_step and evaluation_is_due(run, ends_epoch):
+        with run.throughput.paused():  # a stop or a kill had come between this step and its evaluation
+            run.saver.note_evaluation(is_best=evaluate_and_log(run))  # all ranks
     if run.is_finished:
         run.console.print(f"Nothing left to do: the run is at its last step, {progress.step}.")
-    while not run.is_finished:
-        train_epoch(run, run.state.layout.epoch(progress.rows_seen))  # all ranks
+    with closing(run.steps()) as steps:
+        while not run.is_finished:
+            train_epoch(run, steps)  # all ranks
     with run.stop.saving():
         run.saver.finish()  # all ranks
 
 
-def train_epoch(run: Run, epoch: int) -> None:
+def train_epoch(run: Run, steps: Steps) -> None:
     """Train what is left of one epoch, or less if the run ends before."""
-    progress, layout = run.state.progress, run.state.layout
-    first_row, epoch_end = epoch * layout.rows, (epoch + 1) * layout.rows
-    order = RowOrder(layout.rows, run.config.seed, epoch, bool(run.config.shuffle))
-    sampler = SkipBatchSampler(
-        order,
-        layout.global_batch_size,
-        layout.batch_size,
-        run.world.rank,
-        run.world.size,
-        start=progress.rows_seen - first_row,
-    )
-    batches = load_batches(run, sampler)
-    steps_done = layout.steps_per_epoch - layout.steps_left_in_epoch(progress.rows_seen)
-    run.console.start(layout.steps_per_epoch, steps_done)
-    while progress.rows_seen < epoch_end and not run.is_finished:
-        rows = sampler.window(progress.rows_seen - first_row)  # this step's rows, over all ranks
-        target_count = int(run.dataset.row_targets[rows].sum())  # known on every rank without a collective
-        lr = run.state.schedule.lr(progress.rows_seen)
+    run.console.start(run.last_step, run.state.progress.step)
+    for step, batches in steps:
+        lr = run.clock.lr(step.position)
         set_learning_rate(run.state.optimizers, lr)
-
-        losses = forward_backward(run, batches, sampler.micro_batches(len(rows)), target_count)
-        grad_norm, finite = update_parameters(
-            list(run.model.parameters()), run.state.optimizers, run.state.scaler, run.config.grad_clip
-        )
-        is_first = progress.rows_seen == first_row
-        count_step(run, rows.tolist(), target_count, finite)
-
-        if is_first or log_is_due(run):
-            log_step(run, epoch, losses, lr, grad_norm)  # all ranks
-        elif run.world.device.type == "cpu" or evaluation_is_due(run) or run.saver.interval_is_due(progress.step):
-            look_at_updates(run)  # a host sync: inside the pause it would take the device's work out of tokens/s
-        with run.throughput.paused():
-            evaluate_save_or_stop(run)  # all ranks
+        losses = forward_backward(run, step, batches)
+        run.notify("gradients")
+        grad_norm, finite = update_parameters(run.model, run.state.optimizers, run.state.scaler, run.config.grad_clip)
+        run.finish_step(step, finite)
+        if log_is_due(run, step):
+            log_step(run, step, losses, lr, grad_norm)  # all ranks
+        save_evaluate_or_stop(run, step.ends_epoch)  # all ranks
         run.console.advance()
+        if step.ends_epoch or run.is_finished:
+            return
 
 
-def count_step(run: Run, rows: list[int], target_count: int, finite: Tensor) -> None:
-    """The step is finished: what a save of it holds is fixed here, whatever happens next."""
-    progress = run.state.progress
-    run.stop.step_finished()
-    progress.step += 1
-    progress.rows_seen += len(rows)
-    progress.tokens_seen += target_count
-    progress.elapsed_seconds = time.monotonic() - run.began
-    run.state.rng = capture_rng(run.world.device)
-    run.throughput.count(target_count)
-    run.updates.append((progress.step, rows, finite))
-
-
-def evaluate_save_or_stop(run: Run) -> None:
-    """What may be due after a step. All ranks must call. Raises StopRequested."""
-    progress = run.state.progress
-    best = evaluation_is_due(run) and evaluate_and_log(run)  # all ranks
-    stop, clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)  # all ranks
-    if best or clock_due or run.ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step):
-        look_at_updates(run)
-        with run.stop.saving():
-            run.saver.save(best)  # all ranks
-    if stop and not run.is_finished:
-        raise StopRequested
-
-
-def load_batches(run: Run, sampler: SkipBatchSampler) -> Iterator[Batch]:
-    """This rank's micro-batches. The loader gets a generator of its own: it would draw from the one dropout uses."""
-    loader: DataLoader = DataLoader(
-        run.dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,  # type: ignore[arg-type]  # the dataset assembles whole batches
-        num_workers=run.config.num_workers,
-        worker_init_fn=ignore_stop_signals,
-        pin_memory=run.world.device.type == "cuda",
-        generator=torch.Generator(),
-    )
-    most_documents = run.dataset.most_documents(run.state.layout.batch_size)
-    for index, batch in enumerate(loader):
-        if index == 0:
-            batch.validate(run.tokenizer.vocab_size, run.config.max_seq_len)
-        yield to_device(batch, run.world.device, most_documents)
-
-
-def forward_backward(run: Run, batches: Iterator[Batch], micro_batches: int, target_count: int) -> Tensor:
+def forward_backward(run: Run, step: StepRows, batches: Iterator[Batch]) -> Tensor:
     """Gradients of one step. Returns [loss, logits_loss, aux_loss] on the device: this rank's share of the step's
     means. Raises StopRequested between micro-batches once the ranks agree to stop; the window is then dropped."""
-    world = run.world
+    world, config = run.world, run.config
     shares = torch.zeros(3, device=world.device, dtype=torch.get_default_dtype())
-    divisor = torch.full((), float(target_count), device=world.device)  # filled there: a copy would be a host sync
-    for index in range(micro_batches):
-        batch = next(batches)
-        is_last = index == micro_batches - 1
+    divisor = torch.full((), float(step.target_count), device=world.device)  # filled there: a copy would be a host sync
+    micro_batches = step.micro_batch_count(run.choices.batch_size, world.size)
+    for index, batch in zip(range(1, micro_batches + 1), batches, strict=False):
+        run.notify("micro-batch")
+        is_last = index == micro_batches
         # Gradients travel between ranks once a step, with the last micro-batch.
-        waiting = run.model.no_sync() if world.size > 1 and not is_last else nullcontext()  # type: ignore[operator]
-        with waiting:
-            with autocast(world.device, run.dtype):
-                out = losses_of(run.model, batch, divisor, run.config.label_smoothing, run.config.z_loss)
-            # Losses are sums over the step's targets; DDP averages over ranks, which the factor undoes.
-            run.state.scaler.scale(out.loss * world.size).backward()
+        with gradient_sync(run.model, on=is_last):
+            with run.precision():
+                out = run.model(
+                    **batch.to(world.device).inputs(),
+                    target_count=divisor,
+                    label_smoothing=config.label_smoothing,
+                    z_loss=config.z_loss,
+                )
+            run.state.scaler.scale(out.loss * world.gradient_scale).backward()
         shares += torch.stack([out.loss, out.logits_loss, out.aux_loss]).detach()
         if not is_last and run.stop.agreed(world)[0]:  # all ranks; a finished window is not dropped
             raise StopRequested
     return shares
+
+
+def save_evaluate_or_stop(run: Run, ends_epoch: bool) -> None:
+    """What may be due after a step, the save before the evaluation: whatever becomes of that, the step is kept. All
+    ranks must call. Raises StopRequested."""
+    progress = run.state.progress
+    stop, clock_due = run.stop.agreed(run.world, run.saver.clock_is_due)  # all ranks
+    save_due = clock_due or ends_epoch or run.is_finished or run.saver.interval_is_due(progress.step)
+    evaluation_due = evaluation_is_due(run, ends_epoch)
+    if save_due or evaluation_due:
+        count_skipped_updates(run)  # a host sync: inside the pause it would take the device's work out of tokens/s
+    with run.throughput.paused():
+        if save_due:
+            with run.stop.saving():
+                run.saver.save()  # all ranks
+                if evaluation_due:
+                    run.saver.settle()  # all ranks: on the disk before the evaluation begins
+        if evaluation_due:
+            is_best = evaluate_and_log(run)  # all ranks
+            with run.stop.saving():
+                run.saver.note_evaluation(is_best)  # all ranks
+    if stop and not run.is_finished:
+        raise StopRequested
 
 
 # --- the end ---
@@ -232,9 +197,9 @@ def fail(run: Run | None, stop: StopSignal, error: BaseException) -> int:
     """The end of a run that went wrong: its status, its cause in words or as a traceback, exit status 1."""
     rank, _, world_size = environment_rank()
     if run:
-        set_status(run, "invalid" if isinstance(error, NonFinite) else "failed")
+        note_end(run, "invalid" if isinstance(error, NonFinite) else "failed")
     # Another rank failed first and reports why: wait for the launcher's signal.
-    deadline = time.monotonic() + 5 * (world_size > 1 and is_echo(error))
+    deadline = time.monotonic() + (5 if world_size > 1 and is_echo(error) else 0)
     while not stop.received and time.monotonic() < deadline:
         time.sleep(0.05)
     if isinstance(error, (SaveFailed, NonFinite)):
@@ -256,10 +221,10 @@ def save_and_leave(run: Run | None, stop: StopSignal) -> int:
         stop.before_leaving()
         print("Stopped before the first new step; the last save, if any, is as it was.", flush=True)
         return stop.exit_code
-    look_at_updates(run)
+    count_skipped_updates(run)
     with stop.saving():
         run.saver.finish()  # all ranks
-    set_status(run, "stopped")
+    note_end(run, "stopped")
     run.console.close()
     run.console.print(f"Stopped at step {run.state.progress.step}. To go on: {resume_command(run.config)}")
     run.tracker.finish("aborted")
@@ -271,13 +236,12 @@ def save_and_leave(run: Run | None, stop: StopSignal) -> int:
 def finish(run: Run) -> int:
     """The end of a run, or of the part that --stop_after asked for: status, figures, samples, what to do next."""
     config, step = run.config, run.state.progress.step
+    run.notify("leaving")
     run.console.close()
-    whole = step >= run.state.schedule.total_steps
-    set_status(run, "finished" if whole else "stopped")
+    whole = step >= run.clock.total_steps
+    note_end(run, "finished" if whole else "stopped")
     if run.world.is_main and whole:
-        report_on_sample(run)
-        for number, text in enumerate(sample_texts(run), start=1):
-            run.console.print(f"--- sample {number} ---\n{text}")
+        show_results(run)
     weights = shown(config.run_folder / f"{config.run_name}.pth")
     run.console.print(f"{'Finished' if whole else 'Stopped'} at step {step}. Weights: {weights}")
     longer = f" --{'max_steps' if config.max_steps else 'epochs'} N" if whole and config.save_state else ""
@@ -297,13 +261,8 @@ def report_evaluation(run: Run) -> int:
     return 0
 
 
-def set_status(run: Run, status: str) -> None:
-    """Note in run.json how the run stands; a full disk must not hide the reason for which it ended."""
-    if run.world.is_main and not run.config.eval_only:
-        try:
-            run.saver.files.receipt.update(status=status, progress=asdict(run.state.progress))
-        except SaveFailed as error:
-            print(f"Warning: {error}", file=sys.stderr)
+def note_end(run: Run, status: str) -> None:
+    run.folder.note(status=status, progress=asdict(run.state.progress))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""Rows of a token cache as training batches, and the order in which a rank meets them.
-
-Nothing here asks whether it is distributed: rank and world size are two integers; one process is a world of one.
-"""
+"""Rows of a token cache as training batches."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from dataset.packing import RowOrder, RowPlan, plan_rows
-from dataset.token_cache import TokenCache
+from dataset.token_cache import METADATA, TokenCache, cache_errors
 from errors import DataError
-from storage.folders import disk_errors, locked, new_folder, read_array, read_metadata, write_arrays, write_metadata
+from storage.arrays import read_array, write_arrays
+from storage.folders import new_folder
+from storage.locks import locked
+from storage.manifests import check_folder, write_manifest
 
 IGNORED = -100  # target of a position that has nothing to predict
 MISSING_ROW = -1
@@ -33,50 +33,55 @@ PLAN_DTYPES = {
 
 @dataclass
 class Batch:
-    """int64 [batch, seq] each, on one device.
+    """The rows of one micro-batch: int64 [batch, seq] each, on one device.
 
-    targets: the next token, -100 where there is none to predict. position_ids restart with every piece of a document.
-    segment_ids: number of the piece within its row, -1 for padding; attention never crosses from one to another.
-    boundaries: where documents begin in the flattened batch, for kernels that ask for it; made on the host.
+    targets: the next token, -100 where there is none to predict. position_ids restart with every segment.
+    segment_ids: number of the segment within its row, -1 for padding; attention never crosses from one to another.
+    boundaries: int32 [segments + 1], where segments and runs of padding begin in the flattened batch, and its length;
+    longest: positions of the longest of them. Kernels ask for these two, and the host knows them for nothing.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     position_ids: torch.Tensor
     segment_ids: torch.Tensor
-    boundaries: torch.Tensor | None = None
+    boundaries: torch.Tensor
+    longest: int
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device) -> Batch:
+        """The batch on `device`; the host does not wait for copies from pinned memory."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
-    def pin_memory(self, device: Any = None) -> Batch:
+    def pin_memory(self) -> Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        ids, targets, positions, documents = map(change, self._tensors())
-        return Batch(ids, targets, positions, documents, None if self.boundaries is None else change(self.boundaries))
+        ids, targets, positions, segments = map(change, self._tensors())
+        return Batch(ids, targets, positions, segments, change(self.boundaries), self.longest)
 
-    def validate(self, vocab_size: int, max_seq_len: int) -> None:
-        """Raise ValueError on a wrong shape, dtype or device; on CPU also on wrong values (CUDA would have to sync)."""
-        shape, device = self.input_ids.shape, self.input_ids.device
+    def validate(self, vocab_size: int) -> None:
+        """Raise ValueError on ids or positions that cannot be. On the host, before the batch goes to a device; takes a
+        thousandth of a step."""
+        shape = self.input_ids.shape
         for field, tensor in zip(fields(self), self._tensors(), strict=False):
-            if tensor.ndim != 2 or tensor.shape != shape or tensor.shape[1] != max_seq_len:
-                raise ValueError(f"{field.name} is {list(tensor.shape)}, not [batch, {max_seq_len}] like the rest")
-            if tensor.dtype != torch.int64 or tensor.device != device:
-                raise ValueError(f"{field.name} is {tensor.dtype} on {tensor.device}, not int64 on {device}")
-        if device.type == "cpu" and self.input_ids.numel():
-            self._validate_values(vocab_size, max_seq_len)
-
-    def _validate_values(self, vocab_size: int, max_seq_len: int) -> None:
-        least, most = (value.item() for value in self.input_ids.aminmax())
+            if tensor.ndim != 2 or tensor.shape != shape or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
+                found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+                raise ValueError(f"{field.name} is {found}, not int64 {list(shape)} on the host like the rest")
+        if not self.input_ids.numel():
+            return
+        least, most = self.input_ids.aminmax()
         if least < 0 or most >= vocab_size:
             raise ValueError(f"input_ids span {least}..{most}, outside the vocabulary of {vocab_size} ids")
         if self.targets.max() >= vocab_size or bool(((self.targets < 0) & (self.targets != IGNORED)).any()):
             raise ValueError(f"targets hold ids outside the vocabulary of {vocab_size} that are not {IGNORED}")
-        if self.position_ids.min() < 0 or self.position_ids.max() >= max_seq_len or self.segment_ids.min() < -1:
-            raise ValueError(f"position_ids must lie in 0..{max_seq_len - 1}, segment_ids at or above -1")
+        if self.position_ids.min() < 0 or self.position_ids.max() >= shape[1] or self.segment_ids.min() < -1:
+            raise ValueError(f"position_ids must lie in 0..{shape[1] - 1}, segment_ids at or above -1")
         if bool(((self.segment_ids < 0) & (self.targets != IGNORED)).any()):
             raise ValueError("padding (segment_ids -1) holds targets")
+
+    def inputs(self) -> dict[str, Any]:
+        """What the model's forward takes, by its names."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "longest"}
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         return self.input_ids, self.targets, self.position_ids, self.segment_ids
@@ -84,6 +89,9 @@ class Batch:
 
 class PretrainDataset(Dataset):
     """The rows of a token cache; len() of them. Picklable: a copy in another process maps the same files.
+
+    Any DataLoader can take it: a row is a dict of int64 [seq] tensors, named as the model's forward names them. The
+    trainer asks for whole batches, which is an order of magnitude faster.
 
     `documents`: indices of the documents to use (all if None). `row_targets` int32 [rows]: valid targets of each row.
     `row_bytes` int64 [rows]: UTF-8 bytes of the documents that begin in it. `ledger`: counts for people.
@@ -103,11 +111,11 @@ class PretrainDataset(Dataset):
     def __len__(self) -> int:
         return self.plan.rows
 
-    def __getitem__(self, row: int) -> Batch:
-        """One row as a batch of one."""
-        return self.__getitems__([range(len(self))[row]])
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        batch = self.batch([range(len(self))[row]])
+        return {field.name: tensor[0] for field, tensor in zip(fields(batch), batch._tensors(), strict=False)}
 
-    def __getitems__(self, rows: list[int]) -> Batch:
+    def batch(self, rows: list[int]) -> Batch:
         """Rows by number, in this order; -1 stands for a missing row: padding without a target. O(tokens) work."""
         row = np.asarray(rows, np.int64)
         size, plan = self.max_seq_len, self.plan
@@ -119,8 +127,8 @@ class PretrainDataset(Dataset):
         where = np.repeat(filled * size, pieces) + _before_within(length, pieces)  # its place in the flat batch
         flat = np.repeat(where, length) + (position := _ranges(np.zeros_like(length), length))
         source = np.repeat(plan.piece_start[piece], length) + position
-        batch = _empty_batch(len(row), size, self.cache.pad_id)
-        input_ids, targets, position_ids, segment_ids = (array.reshape(-1) for array in batch)
+        arrays = _empty_batch(len(row), size, self.cache.pad_id)
+        input_ids, targets, position_ids, segment_ids = (array.reshape(-1) for array in arrays)
         input_ids[flat] = self.tokens[source]
         targets[flat] = self.tokens[source + 1]
         position_ids[flat] = position
@@ -129,7 +137,9 @@ class PretrainDataset(Dataset):
             last = where + length
             targets[last - 1] = input_ids[last] = self.cache.eos_id
             position_ids[last], segment_ids[last] = length, 0
-        return Batch(*(torch.from_numpy(array) for array in batch))
+        boundaries = _boundaries(arrays[3])
+        ids, next_ids, positions, segments, starts = map(torch.from_numpy, (*arrays, boundaries))
+        return Batch(ids, next_ids, positions, segments, starts, longest=int(np.diff(boundaries).max()))
 
     @property
     def fingerprint(self) -> str:
@@ -150,22 +160,17 @@ class PretrainDataset(Dataset):
         weights = np.where(begins, self.cache.document_bytes[document], 0)
         return np.add.reduceat(weights, self.plan.row_offsets[:-1]) if len(self) else np.zeros(0, np.int64)
 
-    def most_documents(self, rows: int) -> int:
-        """No batch of so many rows holds more pieces of documents, each row's padding counted as one."""
-        pieces = np.diff(self.plan.row_offsets)
-        rows_counted = min(rows, len(pieces))
-        fullest = np.partition(pieces, len(pieces) - rows_counted)[len(pieces) - rows_counted :]
-        return int(fullest.sum()) + rows
-
     def _count(self) -> dict[str, Any]:
-        lengths = np.diff(self.cache.document_offsets)
-        lengths = lengths if self.documents is None else lengths[self.documents]
+        lengths, ledger = np.diff(self.cache.document_offsets), self.cache.ledger
+        if self.documents is not None:
+            lengths = lengths[self.documents]
+            ledger = ledger | self._counts_of_subset(lengths)
         rows, targets = len(self), int(self.row_targets.sum(dtype=np.int64))
         long = lengths - 1 > self.max_seq_len if self.packing else lengths > self.max_seq_len
         positions = rows * self.max_seq_len
         used = targets if self.packing else targets + rows
         return {
-            **self.cache.ledger,
+            **ledger,
             "documents": len(lengths),
             "rows": rows,
             "positions": positions,
@@ -176,16 +181,30 @@ class PretrainDataset(Dataset):
             "tokens_cut": 0 if self.packing else int((lengths[long] - self.max_seq_len).sum()),
         }
 
-
-def collate(batch: Batch) -> Batch:
-    """For a DataLoader: __getitems__ has made the batch already."""
-    return batch
+    def _counts_of_subset(self, lengths: np.ndarray) -> dict[str, Any]:
+        """What the ledger says of texts, for the documents in use alone."""
+        text_bytes, tokens = int(self.cache.document_bytes[self.documents].sum()), int(lengths.sum())
+        text_tokens = tokens - 2 * len(lengths)  # without bos and eos
+        return {
+            "bytes": text_bytes,
+            "tokens": tokens,
+            "bytes_per_token": text_bytes / text_tokens if text_tokens else 0.0,
+            "longest_document": int(lengths.max(initial=0)),
+        }
 
 
 def _empty_batch(rows: int, size: int, pad_id: int) -> tuple[np.ndarray, ...]:
     shape = (rows, size)
     fills = (pad_id, IGNORED, 0, -1)
     return tuple(np.full(shape, fill, np.int64) for fill in fills)
+
+
+def _boundaries(segment_ids: np.ndarray) -> np.ndarray:
+    """Starts of the runs of equal segment_ids [batch, seq] in the flattened batch, and its length; a row is a new
+    start."""
+    starts = np.ones(segment_ids.shape, bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return np.append(np.flatnonzero(starts), segment_ids.size).astype(np.int32)
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -211,16 +230,13 @@ def _load_or_plan(cache: TokenCache, size: int, packing: bool, documents: np.nda
     if plan is not None:
         return plan
     try:
-        with disk_errors(folder):
-            folder.parent.mkdir(exist_ok=True)
-        with locked(folder.parent / f"{folder.name}.lock"):
+        with cache_errors(folder), locked(folder.parent / f"{folder.name}.lock"):
             plan = _stored_plan(folder, cache)
             if plan is None:
                 plan = _plan(cache, size, packing, documents)
-                with disk_errors(folder), new_folder(folder) as temporary:
+                with new_folder(folder) as temporary:
                     files = write_arrays(temporary, {name: getattr(plan, name) for name in PLAN_DTYPES})
-                    metadata = {"version": PLAN_VERSION, "fingerprint": cache.fingerprint, "files": files}
-                    write_metadata(temporary, metadata)
+                    write_manifest(temporary / METADATA, {**_plan_facts(cache), "files": files})
             return plan
     except DataError:
         return plan or _plan(cache, size, packing, documents)
@@ -231,10 +247,15 @@ def _digest(documents: np.ndarray) -> str:
 
 
 def _stored_plan(folder: Path, cache: TokenCache) -> RowPlan | None:
-    metadata, trouble = read_metadata(folder, PLAN_VERSION, verify=True)  # a plan is small and read whole anyway
-    if trouble is not None or metadata.get("fingerprint") != cache.fingerprint:
+    _, problems = check_folder(folder / METADATA, _plan_facts(cache), signed=False)
+    if problems:
         return None
     return RowPlan(*(read_array(folder / f"{name}.bin", dtype) for name, dtype in PLAN_DTYPES.items()))
+
+
+def _plan_facts(cache: TokenCache) -> dict[str, Any]:
+    """What makes a stored plan one of this cache."""
+    return {"version": PLAN_VERSION, "fingerprint": cache.fingerprint}
 
 
 def _plan(cache: TokenCache, size: int, packing: bool, documents: np.ndarray | None) -> RowPlan:
@@ -265,44 +286,3 @@ def choose_documents(cache: TokenCache, max_rows: int, max_seq_len: int) -> np.n
         else:
             high = middle - 1
     return np.sort(drawn[:low]) if low else np.array([needed.argmin()])
-
-
-# --- which rows, when ---
-
-
-class SkipBatchSampler(Sampler[list[int]]):
-    """Row ids of one rank's micro-batches, from any position of an epoch, without walking there.
-
-    A step is the next `global_batch_size` rows of `order`, counted from `start` (rows of this epoch consumed already).
-    Micro-batch m of a step, its rows m * batch_size onwards, goes to rank m mod world_size. Every rank runs the same
-    number of micro-batches a step; what is missing is filled with -1, so each list has exactly batch_size entries.
-    """
-
-    def __init__(
-        self, order: Any, global_batch_size: int, batch_size: int, rank: int = 0, world_size: int = 1, start: int = 0
-    ):
-        if min(global_batch_size, batch_size, world_size) < 1 or not 0 <= rank < world_size or start < 0:
-            given = f"global_batch_size={global_batch_size}, batch_size={batch_size}, rank={rank}, start={start}"
-            raise ValueError(f"{given}: sizes must be 1 or more, rank below world_size {world_size}, start 0 or more")
-        self.order, self.global_batch_size, self.batch_size = order, global_batch_size, batch_size
-        self.rank, self.world_size, self.start = rank, world_size, start
-
-    def window(self, position: int) -> np.ndarray:
-        """Row ids, over all ranks, of the step that begins at this position of the epoch."""
-        return self.order[position : position + self.global_batch_size]
-
-    def micro_batches(self, rows_in_window: int) -> int:
-        """Micro-batches that each rank runs in a step of so many rows."""
-        return -(-rows_in_window // (self.batch_size * self.world_size))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for position in range(self.start, len(self.order), self.global_batch_size):
-            window = self.window(position)
-            for turn in range(self.micro_batches(len(window))):
-                begin = (turn * self.world_size + self.rank) * self.batch_size
-                rows = window[begin : begin + self.batch_size].tolist()
-                yield rows + [MISSING_ROW] * (self.batch_size - len(rows))
-
-    def __len__(self) -> int:
-        windows, rest = divmod(max(0, len(self.order) - self.start), self.global_batch_size)
-        return windows * self.micro_batches(self.global_batch_size) + self.micro_batches(rest)

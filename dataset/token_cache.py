@@ -31,17 +31,13 @@ import numpy as np
 from dataset.text_reader import SourceFile, TextReader, bad_line_problems, find_files
 from dataset.text_tokenizer import TextTokenizer
 from errors import DataError
-from storage.folders import (
-    disk_errors,
-    locked,
-    new_folder,
-    read_array,
-    read_metadata,
-    silent,
-    write_metadata,
-)
-from storage.hashed_file import HashedFile, file_digest
+from storage.arrays import read_array
+from storage.files import HashedFile, disk_errors, file_digest
+from storage.folders import new_folder
+from storage.locks import locked, silent
+from storage.manifests import check_folder, write_manifest
 
+METADATA = "metadata.json"
 VERSION = 1
 BATCH_BYTES = 1 << 20  # of text per call of the tokenizer: enough for many cores, little enough to hold three of them
 BATCH_PIECES = 1 << 13
@@ -109,9 +105,7 @@ def build_or_open(
     folder = cache_dir / request.key
     cache, trouble = _open(folder, request, verify=False)
     if cache is None or verify:  # a good cache on a read-only disk needs no lock
-        with disk_errors(cache_dir):
-            cache_dir.mkdir(parents=True, exist_ok=True)
-        with locked(cache_dir / f"{request.key}.lock", say):
+        with cache_errors(cache_dir), locked(cache_dir / f"{request.key}.lock", say):
             cache, trouble = _open(folder, request, verify)  # another process may have built it meanwhile
             if cache is None:
                 if folder.exists():
@@ -128,6 +122,11 @@ def build_or_open(
 def count_shared(cache: TokenCache, other: TokenCache) -> int:
     """Documents of `other` whose text also occurs in `cache` (by 64-bit hash)."""
     return int(np.isin(other.document_hashes, cache.document_hashes).sum())
+
+
+def cache_errors(where: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn what a full, read-only or foreign disk raises into a DataError."""
+    return disk_errors(lambda why: DataError(f"token cache {where}: {why}; free space or move it with --cache_dir"))
 
 
 # --- which cache ---
@@ -176,7 +175,8 @@ def _sha256_json(value: Any) -> str:
 def _open(folder: Path, request: _Request, verify: bool) -> tuple[TokenCache | None, str | None]:
     if not folder.exists():
         return None, None
-    metadata, trouble = read_metadata(folder, VERSION, verify)
+    metadata, problems = check_folder(folder / METADATA, {"version": VERSION}, rehash=verify, signed=False)
+    trouble = "; ".join(problems) or None
     try:
         if trouble is None and verify:
             trouble = _changed_source(metadata, request)
@@ -202,7 +202,7 @@ def _changed_source(metadata: dict, request: _Request) -> str | None:
 
 def _build(folder: Path, request: _Request, say: Callable[[str], None], progress: bool) -> None:
     reader = TextReader(request.files, request.text_key, request.bad_lines)
-    with disk_errors(folder), new_folder(folder) as temporary:
+    with new_folder(folder) as temporary:
         writer = _Writer(temporary, request, say)
         started = time.perf_counter()
         batches = _encoded(_batches(reader, request), request.tokenizer)
@@ -219,7 +219,7 @@ def _build(folder: Path, request: _Request, say: Callable[[str], None], progress
         if not ledger["documents"]:
             raise DataError(_no_document(request, ledger))
         entries = {f"{name}.bin": file.entry for name, file in writer.files.items()}
-        write_metadata(temporary, _metadata(request, reader, ledger, entries))
+        write_manifest(temporary / METADATA, _metadata(request, reader, ledger, entries))
     text_mb = ledger["bytes"] / 1e6
     speed = f"{seconds:.1f} s, {text_mb / max(seconds, 1e-9):.1f} MB/s"
     say(f"tokenised {ledger['documents']:,} documents, {text_mb:,.1f} MB, into {ledger['tokens']:,} tokens ({speed})")

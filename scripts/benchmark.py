@@ -42,7 +42,7 @@ QUICK = {
 }  # fmt: skip
 VARIANTS = {"plain": "plain baseline", "eager": "this trainer", "compiled": "this trainer, compiled"}
 PARTS = ("data", "forward", "backward", "optimizer", "logging", "other")
-WRAPPED = ("load_batches", "update_parameters", "log_step", "forward_backward")
+WRAPPED = ("update_parameters", "log_step", "forward_backward")
 SAVE_EVERY = 100  # steps between saves for which the cost of one is spread
 # Dense bfloat16 TFLOP/s of the makers' datasheets; the first name that occurs in the device's.
 DATASHEET = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165}
@@ -202,9 +202,9 @@ def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
         show(*["---:"] * 5)
         lines = corpus_file(words).read_bytes().splitlines(keepends=True)
         for part in (8, 4, 2, 1):
-            piece = Path(folder) / f"part{part}.jsonl"
-            piece.write_bytes(b"".join(lines[: len(lines) // part]))
-            found = run_part("data", options, words, data_path=piece, cache_dir=f"{folder}/cache{part}")
+            text = Path(folder) / f"part{part}.jsonl"
+            text.write_bytes(b"".join(lines[: len(lines) // part]))
+            found = run_part("data", options, words, data_path=text, cache_dir=f"{folder}/cache{part}")
             mb, seconds = found["megabytes"], found["build_seconds"]
             figures_of = (mb, seconds, seconds / mb, found["peak_gib"])
             show(f"{len(lines) // part:,}", *(f"{figure:.2f}" for figure in figures_of))
@@ -212,7 +212,7 @@ def curves(options: argparse.Namespace, words: list[str], folder: str) -> int:
 
 
 def corpus_file(words: list[str]) -> Path:
-    from training.before.prepare import make_bundled_sample
+    from training.before.data import make_bundled_sample
     from training.command_line import load_config
     from training.config import resolve_path
 
@@ -251,17 +251,16 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
     imported = time.perf_counter()
     more = {"use_compile": int(compiled), "overwrite": 1, "log_interval": 1, "save_interval": 0}
     more["max_steps"] = options.warmup + 2 * options.steps
+    if torch.cuda.is_available():
+        more["log_interval"] = 10  # as by default: a log line waits for the device
     if options.no_save:
         more["save_state"] = 0  # the check of free disk space then asks for none
     config = trainer.load_config([*words, *(word for k, v in more.items() for word in (f"--{k}", str(v)))])
     prepared = prepare(config)
     opened = time.perf_counter()
     with StopSignal() as stop:
-        run = begin_run(prepared, init_distributed_mode(config.device), stop)
-        run.validation = None
-        if run.world.device.type == "cuda":
-            # As by default: a log line waits for the device.
-            run.config = dataclasses.replace(run.config, log_interval=10)
+        run = begin_run(prepared, init_distributed_mode(config.device), stop, trainer.nobody)
+        run.data = dataclasses.replace(run.data, validation=None)
         if options.no_save:
             run.saver.save = run.saver.finish = lambda *_: None  # type: ignore[assignment,method-assign]
         begun = time.perf_counter()
@@ -272,8 +271,8 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
     useful = sum(watch.targets[options.warmup : options.warmup + options.steps])
     parts = {name: watch.seconds[name] / share_seconds for name in PARTS if name != "other"}
     return {
-        "label": str(run.dtype).removeprefix("torch."),
-        "flops_per_token": prepared.plan.flops_per_token,
+        "label": run.choices.dtype,
+        "flops_per_token": prepared.cost.flops_per_token,
         "tokens_per_second": useful / rate_seconds,
         "tokens_per_cpu_second": useful / watch.cpu_seconds,
         "step_seconds": rate_seconds / options.steps,
@@ -288,7 +287,7 @@ def measure_trainer(options: argparse.Namespace, words: list[str], compiled: boo
             "first step": watch.at[1] - begun,
         },
         "peak_memory_gib": peak_memory_gib(run.world.device),
-        "ceiling": matmul_flops(run.world.device, run.dtype),
+        "ceiling": matmul_flops(run.world.device, run.choices.torch_dtype),
         "datasheet": datasheet(run.world.device),
         "threads": torch.get_num_threads(),
     }
@@ -311,7 +310,8 @@ class LoopWatch:
     def __enter__(self) -> LoopWatch:
         trainer, run = self.trainer, self.run
         self._originals = {name: getattr(trainer, name) for name in WRAPPED}
-        trainer.load_batches = self._timed_batches(trainer.load_batches)
+        rows = run.data.train
+        rows.batch = self._timed(rows.batch, "data")
         trainer.update_parameters = self._timed(trainer.update_parameters, "optimizer")
         trainer.log_step = self._timed(trainer.log_step, "logging")
         trainer.forward_backward = self._timed(trainer.forward_backward, "backward", less=("data", "forward"))
@@ -345,18 +345,9 @@ class LoopWatch:
         return wrapped
 
     def _remember_loss(self, log_step: Any) -> Any:
-        def wrapped(run: Any, epoch: int, losses: Any, *args: Any) -> Any:
-            log_step(run, epoch, losses, *args)
+        def wrapped(run: Any, step: Any, losses: Any, *args: Any) -> Any:
+            log_step(run, step, losses, *args)
             self.last_loss = losses[1].item()
-
-        return wrapped
-
-    def _timed_batches(self, load: Any) -> Any:
-        def wrapped(*args: Any) -> Any:
-            batches = load(*args)
-            fetch = self._timed(lambda: next(batches, None), "data")
-            while (batch := fetch()) is not None:
-                yield batch
 
         return wrapped
 
@@ -410,7 +401,7 @@ def measure_data(words: list[str]) -> dict[str, Any]:
     """Machine and data: ceilings, tokenising against the bare call of the library, and batches without a model."""
     import torch
 
-    from dataset.lm_dataset import PretrainDataset, SkipBatchSampler
+    from dataset.lm_dataset import PretrainDataset
     from dataset.make_sample import make_sample
     from dataset.packing import RowOrder
     from dataset.text_tokenizer import TextTokenizer
@@ -445,10 +436,10 @@ def measure_data(words: list[str]) -> dict[str, Any]:
         build_or_open(str(path), tokenizer, cache_dir=resolve_path(c.cache_dir), progress=False), c.max_seq_len
     )
     reopened = time.perf_counter() - began
-    sampler = SkipBatchSampler(RowOrder(len(dataset), 0, 0), c.batch_size, c.batch_size)
-    lists = [rows for rows, _ in zip(sampler, range(200), strict=False)]
+    order = RowOrder(len(dataset), 0, 0)[: 200 * c.batch_size]
+    lists = [order[first : first + c.batch_size].tolist() for first in range(0, len(order), c.batch_size)]
     began = time.perf_counter()
-    targets = sum(int((dataset.__getitems__(rows).targets >= 0).sum()) for rows in lists)
+    targets = sum(int((dataset.batch(rows).targets >= 0).sum()) for rows in lists)
     fetching = time.perf_counter() - began
     device = choose_device(c.device)
     dtype = choose_dtype(c.dtype, device)

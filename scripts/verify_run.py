@@ -115,7 +115,7 @@ def run_trainer(words: list[str], ranks: int) -> None:
 
 def figures(run: Path, first: int, last: int) -> dict[int, dict[str, float]]:
     """step -> what a step's line in metrics.jsonl says, for first < step <= last."""
-    from training.during.metrics import read_metrics
+    from training.saving.metrics_file import read_metrics
 
     lines = read_metrics(run / "metrics.jsonl")
     return {line["step"]: line for line in lines if "loss" in line and first < line["step"] <= last}

@@ -1,55 +1,105 @@
-"""Files that are whole or not there: written under a temporary name, flushed to the disk, renamed, digested on the way.
+"""Files that are whole or not there: written under a temporary name (`.NAME.tmp-PID`), hashed on the way, flushed to
+the disk, renamed."""
 
-Temporary names: `.NAME.tmp-PID`. Tensors are written as safetensors; there is no pickle here.
-"""
+from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from errors import SaveFailed
-from storage.hashed_file import HashedFile, sync
 
-SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+CHUNK_BYTES = 1 << 22  # hashed and written in turn while the chunk is still in the processor's cache
 
 
-def temporary_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+class HashedFile:
+    """A file being written that knows the size and SHA-256 of its content. It is not flushed to the disk: `new_file`
+    and `new_folder` do that.
+
+    Created with the mode the umask gives, unlike `tempfile` and `safetensors.save_file` (0600): teammates can read it.
+    Both hashing and writing release the interpreter lock: other threads run on meanwhile.
+    """
+
+    def __init__(self, path: Path):
+        self.file = open(path, "wb")  # noqa: SIM115 - closed by close()
+        self.size, self.sha256 = 0, hashlib.sha256()
+        self.error: OSError | None = None  # torch.save turns it into a RuntimeError about "unexpected pos"
+
+    def write(self, data: Any) -> int:
+        """Append bytes or a contiguous array; returns how many bytes it has."""
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array has no bytes to cast
+        try:
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                self.sha256.update(chunk)
+                self.file.write(chunk)
+        except OSError as error:
+            self.error = error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What a manifest says of the file."""
+        return {"bytes": self.size, "sha256": self.sha256.hexdigest()}
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def write_file(path: Path, data: Any) -> dict[str, Any]:
+    """Write bytes or an array as a file of a folder in the making; returns its manifest entry. Raises OSError."""
+    with HashedFile(path) as file:
+        file.write(data)
+    return file.entry
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 (hex) of a file's content."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A temporary name for the file that takes the place of `path`, flushed to the disk, when the block ends well.
+    After any other end, a crash included, `path` is what it was. Raises SaveFailed."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with disk_errors(lambda why: SaveFailed(f"could not write {path}: {why}; what it held before is untouched")):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_quietly(temporary)
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+    finally:
+        remove_quietly(temporary)  # gone after the rename, unless both were names of one file
 
 
 def write_file_atomic(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Replace a small file as a whole: after a crash it holds the old content or the new one. Raises SaveFailed."""
-    path = Path(path)
-    temporary = temporary_name(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with HashedFile(temporary) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except OSError as error:
-        remove_quietly(temporary)
-        raise SaveFailed(
-            f"could not write {path}: {error.strerror or error}; what it held before is untouched"
-        ) from error
+    with new_file(Path(path)) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json_atomic(path: str | os.PathLike[str], value: Any) -> None:
@@ -64,9 +114,18 @@ def json_bytes(value: Any) -> bytes:
 def _json_default(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, (np.generic, Tensor)):
+    if hasattr(value, "item"):  # numbers of NumPy and torch
         return value.item()
     raise TypeError(f"cannot write {value!r} of type {type(value).__name__} as JSON")
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give `target`, which must not exist, the content of `source`: as a second name of the same file where the disk
+    has such links, else as a copy. Raises OSError."""
+    try:
+        os.link(source, target)
+    except (OSError, NotImplementedError):
+        shutil.copyfile(source, target)
 
 
 def remove_quietly(path: Path) -> None:
@@ -77,31 +136,23 @@ def remove_quietly(path: Path) -> None:
             path.unlink()
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """True if nothing in a host tensor is NaN or infinite: the extremes tell, at memory speed (isfinite().all() takes
-    thirty times as long)."""
-    return not tensor.numel() or all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
+def sync(path: Path) -> None:
+    """Return when a file's content, or a folder's entries (new names, renames), are on the disk. Windows has no such
+    call for folders and needs none."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs what may be written
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write tensors on the host as a safetensors file and return its manifest entry; equal tensors give equal files.
-
-    Layout (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header padded to a multiple of 8,
-    then the data without gaps; the widest types come first, so every tensor is aligned. Raises OSError.
-    """
-    header: dict[str, Any] = {}
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    offset = 0
-    for name, tensor in ordered:
-        assert tensor.device.type == "cpu" and tensor.is_contiguous(), f"{name} must be contiguous and on the host"
-        span = [offset, offset + tensor.numel() * tensor.element_size()]
-        header[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-        offset = span[1]
-    text = json.dumps(header, ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with HashedFile(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            if tensor.numel():
-                file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # the same memory, seen as bytes
-    return file.entry
+@contextlib.contextmanager
+def disk_errors(explained: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise `explained(why)` for what a full, read-only or foreign disk does, `why` being the system's own words."""
+    try:
+        yield
+    except OSError as error:
+        name = f" ({error.filename})" if error.filename else ""
+        raise explained(f"{error.strerror or error}{name}") from error

@@ -1,126 +1,88 @@
-"""Folders that are either whole or not there: locks, temporary names, what a folder says of its files."""
+"""Folders that are whole or not there. What has its name is whole; what is on the way to or from it is called
+
+`.tmp-NAME-PID` while it is written, `.old-NAME-PID` while a newer one takes its place (it counts as long as there is no
+NAME), `.del-NAME-PID` while it is deleted. Whoever writes in a folder holds a lock of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from storage.files import remove_quietly, sync
 
-from errors import DataError
-from storage.hashed_file import HashedFile, file_digest, sync
-
-METADATA = "metadata.json"
-WAIT_SECONDS = 0.25
-
-
-def silent(_: str) -> None:
-    """What `say` is on every process but the main one."""
-
-
-@contextlib.contextmanager
-def locked(path: Path, say: Callable[[str], None] = silent) -> Iterator[None]:
-    """Hold the lock file `path`: one process at a time, the others wait, and a killed holder leaves it free.
-
-    Waits by polling, so that Ctrl-C and stop signals get through. Raises DataError where no lock file can be made.
-    """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(str(path))
-    with disk_errors(path):
-        try:
-            lock.acquire(timeout=1, poll_interval=0.05)
-        except Timeout:
-            say(f"waiting for another process that prepares the same data (lock {path})")
-            lock.acquire(timeout=-1, poll_interval=WAIT_SECONDS)
-        except NotImplementedError:
-            raise DataError(f"token cache {path}: this disk has no file locks; move it with --cache_dir") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def disk_errors(where: Path) -> Iterator[None]:
-    """Turn what a full, read-only or foreign disk raises into words."""
-    try:
-        yield
-    except OSError as error:
-        reasons = {
-            errno.ENOSPC: "the disk is full",
-            errno.EDQUOT: "the disk quota is used up",
-            errno.EROFS: "the disk is read-only",
-            errno.EACCES: "writing is not permitted there",
-            errno.EPERM: "writing is not permitted there",
-        }
-        reason = reasons.get(error.errno or 0, str(error))
-        raise DataError(f"token cache {where}: {reason}; free space or move it with --cache_dir") from error
+OLD = re.compile(r"\.old-(.+)-\d+")
 
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `final`, flushed to disk, when the block ends well, and vanishes otherwise.
+    """A temporary folder that becomes `final`, flushed to the disk, when the block ends well, and vanishes otherwise.
 
-    The caller holds the lock of `final`: leftovers of a killed process and a damaged `final` are removed.
+    A folder of that name is replaced: at every instant, a crash included, one of the two is there. Raises OSError.
     """
-    temporary = final.with_name(f".building-{final.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary = _aside(final, "tmp")
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        clean_leftovers(final.parent, final.name)
+        temporary.mkdir()
         yield temporary
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(temporary, final)
-        sync(final.parent)
+        _move_into_place(temporary, final)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_quietly(temporary)
 
 
-def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> dict[str, dict]:
-    """Write each array raw as <name>.bin; returns what `read_metadata` compares with later."""
-    entries = {}
-    for name, array in arrays.items():
-        with contextlib.closing(HashedFile(folder / f"{name}.bin")) as file:  # `new_folder` flushes it
-            file.write(array)
-        entries[f"{name}.bin"] = file.entry
-    return entries
+def _aside(folder: Path, kind: str) -> Path:
+    return folder.with_name(f".{kind}-{folder.name}-{os.getpid()}")
 
 
-def read_array(path: Path, dtype: Any) -> np.ndarray:
-    """A raw file as a read-only array backed by the file, as a plain ndarray (cheaper to index than np.memmap)."""
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
-
-
-def write_metadata(folder: Path, metadata: dict) -> None:
-    (folder / METADATA).write_text(json.dumps(metadata, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def read_metadata(folder: Path, version: int, verify: bool = False) -> tuple[dict, str | None]:
-    """(metadata, None) of a folder that can be used, else ({}, what is wrong with it). `verify` rehashes every file."""
+def _move_into_place(temporary: Path, final: Path) -> None:
+    """Rename; an older folder of that name steps aside first and is deleted once the new one has it."""
+    old = _aside(final, "old")
+    if replaces := final.exists():
+        os.rename(final, old)
     try:
-        metadata = json.loads((folder / METADATA).read_text(encoding="utf-8"))
-        if metadata["version"] != version:
-            return {}, f"it was written by another version ({metadata['version']}, this is {version})"
-        for name, expected in metadata["files"].items():
-            size = (folder / name).stat().st_size
-            if size != expected["bytes"]:
-                return {}, f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
-            if verify and file_digest(folder / name) != expected["sha256"]:
-                return {}, f"the content of {name} has changed"
-    except FileNotFoundError as error:
-        return {}, f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, f"its {METADATA} cannot be read ({error})"
-    return metadata, None
+        os.rename(temporary, final)
+    except OSError:
+        if replaces:
+            os.rename(old, final)
+        raise
+    sync(final.parent)
+    remove_quietly(old)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder, renamed before it is emptied: half of one never has its name."""
+    doomed = _aside(folder, "del")
+    os.rename(folder, doomed)
+    remove_quietly(doomed)
+
+
+def usual_path(folder: Path) -> Path:
+    """Where a folder lies, or will again, that was found as `.old-NAME-PID`."""
+    old = OLD.fullmatch(folder.name)
+    return folder.with_name(old[1]) if old else folder
+
+
+def find_folders(parent: Path) -> dict[str, Path]:
+    """Name -> where it lies now, of the folders in `parent`, those included that were caught while being replaced."""
+    paths = sorted(parent.iterdir()) if parent.is_dir() else []  # "." comes first: NAME is preferred to .old-NAME-PID
+    return {usual_path(path).name: path for path in paths if path.is_dir()}
+
+
+def clean_leftovers(parent: Path, name: str = "") -> None:
+    """Remove what killed processes left in `parent` of files and folders (called `name`, if given), and bring back
+    what was caught while being replaced. Only while nothing else writes there."""
+    pattern = re.escape(name) or ".+"
+    leftover = re.compile(rf"\.(tmp|old|del)-{pattern}-\d+|\.{pattern}\.tmp-\d+")
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        if OLD.fullmatch(path.name) and leftover.fullmatch(path.name) and not usual_path(path).exists():
+            os.rename(path, usual_path(path))
+            sync(parent)
+        elif leftover.fullmatch(path.name):
+            remove_quietly(path)

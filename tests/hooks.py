@@ -39,16 +39,42 @@ def _replace(path: str, wrap: Callable[[Callable], Callable]) -> None:
     setattr(owner, name, wrap(getattr(owner, name)))
 
 
+LISTENERS: list[Callable[[str, Any], None]] = []
+
+
+def tell(event: str, run: Any) -> None:
+    """The listener of a training child: hands the run's events to the hooks that wait for them."""
+    for listener in LISTENERS:
+        listener(event, run)
+
+
+def at_event(event: str, count: int, action: str, *, pause: float = 0.0) -> Hook:
+    """A hook: when the run tells of `event` (see training.during.run.Listener) for the `count`-th time, do `action`, as
+    `at_call` has it, then wait `pause` seconds."""
+    return _at_event, event, count, action, pause
+
+
+def _at_event(event: str, count: int, action: str, pause: float) -> None:
+    act, seen = _prepared(action, pause), 0
+
+    def listen(told: str, _run: Any) -> None:
+        nonlocal seen
+        seen += told == event
+        if told == event and seen == count:
+            act()
+
+    LISTENERS.append(listen)
+
+
 def at_call(path: str, count: int, action: str, *, after: bool = False, pause: float = 0.0) -> Hook:
-    """A hook: at the `count`-th call of `path` (before or after it), send this process the signals named in `action`
-    ("SIGTERM", "SIGINT SIGINT", "SIGKILL"), or its whole group ("group SIGTERM"; the child becomes a group of its own),
-    raise ("raise MESSAGE"), or let no file grow beyond some bytes from now on ("limit 100000": as a full disk would);
-    then wait `pause` seconds."""
+    """A hook for what no event tells of: at the `count`-th call of `path` (before or after it), send this process the
+    signals named in `action` ("SIGTERM", "SIGINT SIGINT", "SIGKILL"), or its whole group ("group SIGTERM"; the child
+    becomes a group of its own), raise ("raise MESSAGE"), or let no file grow beyond some bytes from now on ("limit
+    100000": as a full disk would); then wait `pause` seconds."""
     return _at_call, path, count, action, after, pause
 
 
-def _at_call(path: str, count: int, action: str, after: bool, pause: float) -> None:
-    calls = 0
+def _prepared(action: str, pause: float) -> Callable[[], None]:
     if action.startswith("group"):
         os.setpgrp()
 
@@ -64,6 +90,12 @@ def _at_call(path: str, count: int, action: str, after: bool, pause: float) -> N
             time.sleep(0.3 * (number > 0))
             send(whom, getattr(signal, name))
         time.sleep(pause)
+
+    return act
+
+
+def _at_call(path: str, count: int, action: str, after: bool, pause: float) -> None:
+    act, calls = _prepared(action, pause), 0
 
     def wrap(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -91,19 +123,16 @@ def spoil_loss(steps: list[int]) -> Hook:
 def _spoil_loss(steps: list[int]) -> None:
     spoiled = False
 
+    def listen(event: str, run: Any) -> None:
+        nonlocal spoiled
+        if event == "micro-batch":
+            spoiled = run.state.progress.step + 1 in steps
+
     def wrap_scale(original: Callable) -> Callable:
         return lambda self, loss: original(self, loss * float("nan") if spoiled else loss)
 
-    def wrap_step(original: Callable) -> Callable:
-        def step(run: Any, *arguments: Any) -> Any:
-            nonlocal spoiled
-            spoiled = run.state.progress.step + 1 in steps
-            return original(run, *arguments)
-
-        return step
-
+    LISTENERS.append(listen)
     _replace("torch.amp.GradScaler.scale", wrap_scale)
-    _replace("train_pretrain.forward_backward", wrap_step)
 
 
 def set_value(path: str, value: Any) -> Hook:
@@ -117,7 +146,7 @@ def _constant(value: Any, _old: Any) -> Any:
 
 def val_losses(*losses: float) -> Hook:
     """A hook: evaluations give these losses, one after the other."""
-    return _replace, "training.during.reporting.evaluate_run", functools.partial(_evaluations, losses)
+    return _replace, "training.during.evaluation.evaluate_run", functools.partial(_evaluations, losses)
 
 
 def _evaluations(losses: tuple[float, ...], _old: Any) -> Any:
@@ -143,30 +172,27 @@ def _record_rows(path: str) -> None:
 
         return fetch
 
-    def wrap_step(original: Callable) -> Callable:
-        def step(run: Any, *arguments: Any) -> Any:
-            fetched.clear()
-            result = original(run, *arguments)
+    def listen(event: str, run: Any) -> None:
+        if event == "gradients":
             line = {"rank": run.world.rank, "step": run.state.progress.step + 1, "rows": list(fetched)}
             with open(path, "a") as file:
                 file.write(json.dumps(line) + "\n")
-            return result
+        if event in ("begun", "gradients", "evaluated"):
+            fetched.clear()
 
-        return step
-
-    _replace("dataset.lm_dataset.PretrainDataset.__getitems__", wrap_fetch)
-    _replace("train_pretrain.forward_backward", wrap_step)
+    LISTENERS.append(listen)
+    _replace("dataset.lm_dataset.PretrainDataset.batch", wrap_fetch)
 
 
 def main() -> int:
-    """`python hooks.py RANK "[path, count, action]" <trainer's arguments>`: the trainer with an `at_call` on one rank,
-    in the first start of torchrun's workers only."""
+    """`python hooks.py RANK "[event, count, action]" <trainer's arguments>`: the trainer with an `at_event` on one
+    rank, in the first start of torchrun's workers only."""
     import train_pretrain
 
     rank, call, *argv = sys.argv[1:]
     if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        run_all([at_call(*json.loads(call))])
-    return train_pretrain.main(argv)
+        run_all([at_event(*json.loads(call))])
+    return train_pretrain.main(argv, tell)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,17 @@ import torch
 from safetensors.torch import load_file
 
 import train_pretrain
-from hooks import Hook, run_all
-from training.during.metrics import read_metrics
+from hooks import Hook, run_all, tell
+from training.during.run import Listener
 from training.saving.checkpoint import find_checkpoints
+from training.saving.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def train(arguments: list[str], *more: object, expect: int = 0) -> None:
+def train(arguments: list[str], *more: object, expect: int = 0, listener: Listener = train_pretrain.nobody) -> None:
     """`main(argv)` in this process; the exit status must be `expect`."""
-    status = train_pretrain.main([*arguments, *map(str, more)])
+    status = train_pretrain.main([*arguments, *map(str, more)], listener)
     assert status == expect, f"exit status {status}, expected {expect}"
 
 
@@ -44,7 +45,7 @@ def _train_in_child(arguments: list[str], changes: dict[str, str], float64: bool
     if float64:
         torch.set_default_dtype(torch.float64)
     run_all(hooks)
-    sys.exit(train_pretrain.main(arguments))
+    sys.exit(train_pretrain.main(arguments, tell))
 
 
 def launch(

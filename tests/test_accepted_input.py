@@ -258,7 +258,7 @@ def test_verify_data_finds_a_damaged_cache_and_builds_it_again(arguments, tmp_pa
     data[100] ^= 1
     path.write_bytes(data)
     train(arguments, "--verify_data", 1, "--overwrite", 1)
-    assert "the content of tokens.bin has changed; building it again" in capsys.readouterr().out
+    assert "tokens.bin is damaged: its SHA-256 differs from that in metadata.json" in capsys.readouterr().out
     assert logged(arguments) == loss
 
 

@@ -477,7 +477,7 @@ CASES = [
     Case(
         "resume: no save is whole",
         f"{RESUME} --save_dir w",
-        ["no save in", "manifest.json cannot be read", "Restore one from a backup"],
+        ["no checkpoint in", "manifest.json cannot be read", "Restore one from a backup"],
         setup=damaged_states,
     ),
     Case(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import subprocess
@@ -11,13 +10,11 @@ import time
 import pytest
 import torch
 
-from dataset.lm_dataset import MISSING_ROW
 from errors import UserError
-from model.attention import segment_boundaries
 from runs import command, environment, final_state, finish, largest_difference, launch, logged, replaced, train
 from runs import final_weights as weights_of
-from training.before import compiling
-from training.before.compiling import (
+from training import compiling
+from training.compiling import (
     COMPILE_SECONDS,
     MARGIN,
     SHARE_SAVED,
@@ -26,8 +23,6 @@ from training.before.compiling import (
     compiler_problem,
     uncompiled,
 )
-from training.before.prepare import prepare
-from training.command_line import load_config
 from training.distributed import World
 
 CPU = World(torch.device("cpu"))
@@ -171,13 +166,3 @@ def test_a_signal_while_compiling_ends_the_run_within_seconds_and_nothing_is_wri
     assert time.monotonic() - began < 12
     assert not list((tmp_path / "runs").rglob("*.pth"))
     assert json.loads(next((tmp_path / "runs").rglob("run.json")).read_text())["status"] == "stopped"
-
-
-def test_document_boundaries_of_every_batch_have_one_shape(arguments):
-    dataset = prepare(load_config(arguments)).dataset
-    capacity = dataset.most_documents(3)
-    shapes = {
-        tuple(segment_boundaries(dataset.__getitems__([*rows, MISSING_ROW]).segment_ids, capacity).shape)
-        for rows in itertools.combinations(range(len(dataset)), 2)
-    }
-    assert shapes == {(capacity + 1,)}

@@ -7,20 +7,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from dataset.lm_dataset import PretrainDataset
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open
 from errors import UserError
 from runs import final_state, final_weights, logged, replaced, run_folder, same_bits, train
-from training.before import begin as run_module
-from training.before import dry_step
-from training.before.dry_step import Measured, fit_batch_size, kept_free, memory_errors, rehearse, try_step
+from training.before import begin, dry_step
+from training.before.cost import Measured
+from training.before.dry_step import (
+    fitting_batch_size,
+    halve_until_it_fits,
+    kept_free,
+    memory_errors,
+    reserved_bytes,
+    try_step,
+)
 from training.before.start_model import init_model
+from training.choices import Choices
 from training.config import Config
 from training.distributed import World
 from training.saving.live_state import capture_rng
-from training.schedule import StepLayout
 
 CPU = torch.device("cpu")
 
@@ -28,7 +36,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def parts(corpus, tmp_path):
     """A small model with dropout and a data set for it."""
-    tokenizer = TextTokenizer.load(run_module.ROOT / "model")
+    tokenizer = TextTokenizer.load(ROOT / "model")
     dataset = PretrainDataset(build_or_open(str(corpus), tokenizer, cache_dir=tmp_path / "c", progress=False), 64)
 
     def make(**settings):
@@ -47,7 +55,7 @@ def out_of_memory_above(most: int, sizes: list[int] | None = None):
             sizes.append(batch_size)
         if batch_size > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
-        return Measured(seconds_per_row=0.5, peak_bytes=batch_size * 1000)
+        return Measured(seconds_per_row=0.5, seconds_per_update=0.1, peak_bytes=batch_size * 1000)
 
     return attempt
 
@@ -63,7 +71,7 @@ def test_parameters_gradients_and_random_numbers_are_as_before(parts, moe, dtype
     config, model, dataset = parts(use_moe=moe, optimizer=optimizer, learning_rate=0.1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rng = capture_rng(CPU)
-    found = try_step(model, dataset, 4, config, CPU, getattr(torch, dtype), update=True)
+    found = try_step(model, dataset, 4, config, CPU, getattr(torch, dtype))
     assert found.seconds_per_row > 0 and found.peak_bytes is None
     assert same_bits(before, {name: p.detach() for name, p in model.named_parameters()})
     assert all(p.grad is None for p in model.parameters())
@@ -83,7 +91,7 @@ def test_a_dry_step_that_fails_half_way_leaves_nothing_either(parts, monkeypatch
 
     monkeypatch.setattr(dry_step, "update_parameters", update_then_fail)
     with pytest.raises(torch.OutOfMemoryError):
-        try_step(model, dataset, 4, config, CPU, torch.float32, update=True)
+        try_step(model, dataset, 4, config, CPU, torch.float32)
     assert same_bits(before, {name: p.detach() for name, p in model.named_parameters()})
     assert same_bits(rng, capture_rng(CPU)) and all(p.grad is None for p in model.parameters())
 
@@ -95,35 +103,22 @@ def test_a_run_has_the_same_bits_with_and_without_a_dry_step(arguments, monkeypa
     train(words, "--from_resume", 1)
     whole = final_weights(words)
 
-    def none(model, dataset, layout, *_):
-        return layout, Measured(1.0, None)
+    def none(model, dataset, choices, *_):
+        return choices.batch_size, Measured(1.0, 0.1)
 
-    monkeypatch.setattr(run_module, "rehearse", none)
+    monkeypatch.setattr(begin, "fitting_batch_size", none)
     without = replaced(words, save_weight="without")
     train(without, "--stop_after", 5 if resumed else 0)
     train(without, "--from_resume", 1)
     assert same_bits(whole, final_weights(without))
 
 
-def test_a_full_size_dry_step_with_an_update_changes_no_bit_of_a_run_either(arguments, monkeypatch):
-    words = replaced(arguments, dropout=0.1)
-    train(words)
-
-    def as_on_cuda(model, dataset, layout, config, world, dtype):
-        return layout, try_step(model, dataset, layout.batch_size, config, world.device, dtype, update=True)
-
-    monkeypatch.setattr(run_module, "rehearse", as_on_cuda)
-    dry = replaced(words, save_weight="dry")
-    train(dry)
-    assert same_bits(final_weights(words), final_weights(dry))
-
-
 def test_the_fullest_rows_are_tried(parts, monkeypatch):
     config, model, dataset = parts()
     seen = []
-    fetch = type(dataset).__getitems__
-    monkeypatch.setattr(type(dataset), "__getitems__", lambda self, rows: seen.extend(rows) or fetch(self, rows))
-    try_step(model, dataset, 3, config, CPU, torch.float32, update=False)
+    fetch = type(dataset).batch
+    monkeypatch.setattr(type(dataset), "batch", lambda self, rows: seen.extend(rows) or fetch(self, rows))
+    try_step(model, dataset, 3, config, CPU, torch.float32)
     assert len(set(seen)) == 3
     assert min(dataset.row_targets[seen]) >= sorted(dataset.row_targets)[-3]
 
@@ -131,40 +126,45 @@ def test_the_fullest_rows_are_tried(parts, monkeypatch):
 def test_on_a_processor_a_micro_batch_of_about_a_thousand_positions_is_timed(parts, monkeypatch):
     config, model, dataset = parts()
     tried = []
-    monkeypatch.setattr(dry_step, "try_step", lambda *a, update: tried.append((a[2], update)) or Measured(1.0, None))
-    layout = StepLayout(52, 64, 32, 1)
-    assert rehearse(model, dataset, layout, config, World(CPU), torch.float32)[0] == layout
-    rehearse(model, dataset, replace(layout, batch_size=4), config, World(CPU), torch.float32)
-    rehearse(model, dataset, layout, replace(config, max_seq_len=4096), World(CPU), torch.float32)
-    assert tried == [(16, False), (4, False), (1, False)]
+    monkeypatch.setattr(dry_step, "try_step", lambda *a: tried.append(a[2]) or Measured(1.0, 0.1))
+    choices = Choices("cpu", "float32", 1, 1, batch_size=32)
+    assert fitting_batch_size(model, dataset, choices, config, World(CPU))[0] == 32
+    fitting_batch_size(model, dataset, replace(choices, batch_size=4), config, World(CPU))
+    fitting_batch_size(model, dataset, choices, replace(config, max_seq_len=4096), World(CPU))
+    assert tried == [16, 4, 1]
 
 
 # --- out of memory ---
 
 
-def test_out_of_memory_halves_the_batch_and_doubles_accumulation_until_it_fits():
-    layout, sizes = StepLayout(rows=1000, global_batch_size=64, batch_size=32, world_size=1), []
-    fitting, found = fit_batch_size(layout, out_of_memory_above(10, sizes), World(CPU), may_halve=True)
-    assert sizes == [32, 16, 8]
-    assert (fitting.batch_size, fitting.accumulation_steps, fitting.global_batch_size) == (8, 8, 64)
+def test_out_of_memory_halves_the_batch_until_it_fits():
+    sizes: list[int] = []
+    fitting, found = halve_until_it_fits(32, out_of_memory_above(10, sizes), World(CPU), may_halve=True)
+    assert sizes == [32, 16, 8] and fitting == 8
     assert found.peak_bytes == 8000
 
 
 def test_what_fits_stays():
-    layout = StepLayout(1000, 64, 32, 1)
-    assert fit_batch_size(layout, out_of_memory_above(32), World(CPU), may_halve=True)[0] == layout
+    assert halve_until_it_fits(32, out_of_memory_above(32), World(CPU), may_halve=True)[0] == 32
 
 
 def test_one_row_that_does_not_fit_is_refused_with_remedies():
     with pytest.raises(UserError, match=r"--batch_size 1: .*CUDA out of memory.*--activation_checkpointing 1"):
-        fit_batch_size(StepLayout(1000, 64, 32, 1), out_of_memory_above(0), World(CPU), may_halve=True)
+        halve_until_it_fits(32, out_of_memory_above(0), World(CPU), may_halve=True)
 
 
 def test_without_auto_batch_out_of_memory_is_a_plain_error():
     sizes: list[int] = []
     with pytest.raises(UserError, match=r"--batch_size 32: a step does not fit in memory .*--auto_batch 1 find it"):
-        fit_batch_size(StepLayout(1000, 64, 32, 1), out_of_memory_above(10, sizes), World(CPU), may_halve=False)
+        halve_until_it_fits(32, out_of_memory_above(10, sizes), World(CPU), may_halve=False)
     assert sizes == [32]
+
+
+def test_several_ranks_keep_room_for_gradient_buckets(parts):
+    _, model, _ = parts()
+    parameters = sum(p.numel() for p in model.parameters())
+    assert reserved_bytes(model, ranks=1) == 0
+    assert reserved_bytes(model, ranks=8) == 2**30 + 4 * parameters
 
 
 def test_ranks_agree_on_the_smallest_batch_that_fits_everywhere():
@@ -183,27 +183,27 @@ def test_ranks_agree_on_the_smallest_batch_that_fits_everywhere():
 
     def one(rank: int) -> None:
         attempt = out_of_memory_above([100, 5][rank])
-        found[rank] = fit_batch_size(StepLayout(1000, 64, 32, 2), attempt, Rank(CPU, rank, rank, 2), True)[0]
+        found[rank] = halve_until_it_fits(32, attempt, Rank(CPU, rank, 2), True)[0]
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert found[0] == found[1] == StepLayout(1000, 64, 4, 2)
+    assert found[0] == found[1] == 4
 
 
 @pytest.mark.parametrize("batch_size", [8, 5])
 def test_a_halved_batch_trains_the_same_steps_says_so_and_is_what_a_resume_finds(
     arguments, monkeypatch, capsys, batch_size
 ):
-    def small_card(model, dataset, layout, config, world, dtype):
-        return fit_batch_size(layout, out_of_memory_above(2), world, may_halve=bool(config.auto_batch))
+    def small_card(model, dataset, choices, config, world):
+        return halve_until_it_fits(choices.batch_size, out_of_memory_above(2), world, may_halve=bool(config.auto_batch))
 
     words = replaced(arguments, batch_size=batch_size, accumulation_steps=1)
     train(words)
     rows, loss = logged(words, "rows_seen"), logged(words)
-    monkeypatch.setattr(run_module, "rehearse", small_card)
+    monkeypatch.setattr(begin, "fitting_batch_size", small_card)
     small = replaced(words, save_weight="small")
     train(small, "--stop_after", 3)
     out = capsys.readouterr().out
@@ -224,10 +224,10 @@ def test_a_batch_that_never_fits_leaves_an_older_run_as_it_was(arguments, monkey
     train(arguments)
     before = final_weights(arguments)
 
-    def no_card(model, dataset, layout, config, world, dtype):
-        return fit_batch_size(layout, out_of_memory_above(0), world, may_halve=True)
+    def no_card(model, dataset, choices, config, world):
+        return halve_until_it_fits(choices.batch_size, out_of_memory_above(0), world, may_halve=True)
 
-    monkeypatch.setattr(run_module, "rehearse", no_card)
+    monkeypatch.setattr(begin, "fitting_batch_size", no_card)
     train(arguments, "--overwrite", 1, expect=2)
     assert "does not fit in memory" in capsys.readouterr().err
     assert same_bits(before, final_weights(arguments))
@@ -289,10 +289,10 @@ def test_on_cuda_a_batch_beyond_the_card_is_halved_and_nothing_comes_of_it(parts
         attempts.append(batch_size)
         ballast = torch.empty(10**15 if batch_size > 8 else 1, dtype=torch.uint8, device=device)  # the real exception
         del ballast
-        return try_step(model, dataset, batch_size, config, device, torch.bfloat16, update=True)
+        return try_step(model, dataset, batch_size, config, device, torch.bfloat16)
 
-    layout, found = fit_batch_size(StepLayout(52, 32, 32, 1), attempt, World(device), may_halve=True)
-    assert attempts == [32, 16, 8] and (layout.batch_size, layout.accumulation_steps) == (8, 4)
+    fitting, found = halve_until_it_fits(32, attempt, World(device), may_halve=True)
+    assert attempts == [32, 16, 8] and fitting == 8
     assert found.peak_bytes and found.peak_bytes > 16 * sum(p.numel() for p in model.parameters())
     assert same_bits(before, {name: p.detach() for name, p in model.named_parameters()})
     assert same_bits(rng, capture_rng(device)) and all(p.grad is None for p in model.parameters())

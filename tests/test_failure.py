@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from conftest import small_run, write_corpus
 
-import train_pretrain
-from hooks import at_call, spoil_loss, val_losses
+from dataset.packing import RowOrder
+from hooks import at_call, at_event, spoil_loss, val_losses
 from runs import (
     ROOT,
     environment,
@@ -37,12 +37,12 @@ from runs import (
     without,
 )
 from storage import files
-from training.before import begin as run
 from training.distributed import meet
-from training.during import reporting
+from training.during import evaluation
+from training.during.divergence import DivergenceWatch
 from training.during.evaluation import Evaluation
-from training.during.metrics import DivergenceWatch, read_metrics
 from training.saving.checkpoint import find_checkpoints, verify_checkpoint
+from training.saving.metrics_file import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +72,20 @@ def saves(words: list[str]) -> dict[int, Path]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_step_is_skipped_and_recorded_with_its_rows(words, monkeypatch, capsys, value):
-    layout = {}
-    original = train_pretrain.forward_backward
+    position = {}
 
-    def spoiled(run, batches, micro_batches, target_count):
-        losses = original(run, batches, micro_batches, target_count)
+    def spoil(event, run):
         step = run.state.progress.step + 1
-        layout[step] = run.state.progress.rows_seen
-        if step in (5, 6):
-            next(run.model.parameters()).grad[0, 0] = value
-        return losses
+        if event == "gradients":
+            position[step] = run.state.progress.rows_seen
+            if step in (5, 6):
+                next(run.model.parameters()).grad[0, 0] = value
 
-    monkeypatch.setattr(train_pretrain, "forward_backward", spoiled)
-    train(words)
+    train(words, listener=spoil)
     lines = [line for line in read_metrics(run_folder(words) / "metrics.jsonl") if "skipped_rows" in line]
     assert [line["step"] for line in lines] == [5, 6]
-    order = train_pretrain.RowOrder(52, 42, 0)
-    assert [line["skipped_rows"] for line in lines] == [order[layout[step] :][:4].tolist() for step in (5, 6)]
+    order = RowOrder(52, 42, 0)
+    assert [line["skipped_rows"] for line in lines] == [order[position[step] :][:4].tolist() for step in (5, 6)]
     assert logged(words, "skipped_steps")[13] == 2
     assert final_state(words)["progress"]["skipped_steps"] == 2
     assert "Step 5: gradient is not finite; update skipped" in capsys.readouterr().out
@@ -117,21 +114,14 @@ def test_nan_in_one_rank_s_loss_skips_the_step_on_both(words):
 
 @pytest.mark.parametrize("place", ["parameter", "optimizer"])
 def test_a_state_that_holds_nan_is_never_saved_over_a_good_one(words, monkeypatch, capsys, place):
-    original = train_pretrain.capture_rng
-
-    def spoiled(device):
-        state = objects["run"].state
-        if state.progress.step == 5:
+    def spoil(event, run):
+        state = run.state
+        if event == "step" and state.progress.step == 5:
             parameter = next(iter(state.model.parameters()))
             target = parameter if place == "parameter" else state.optimizers[0].state[parameter]["exp_avg"]
             target.data[0, 0] = math.nan
-        return original(device)
 
-    objects = {}
-    begin = train_pretrain.begin_run
-    monkeypatch.setattr(train_pretrain, "begin_run", lambda *a: objects.setdefault("run", begin(*a)))
-    monkeypatch.setattr(train_pretrain, "capture_rng", spoiled)
-    train(replaced(words, save_interval=1), expect=1)
+    train(replaced(words, save_interval=1), expect=1, listener=spoil)
     assert "step 5: " in (error := capsys.readouterr().err)
     assert "not saved" in error
     assert record(words)["status"] == "invalid"
@@ -140,9 +130,13 @@ def test_a_state_that_holds_nan_is_never_saved_over_a_good_one(words, monkeypatc
 
 
 def test_a_rising_loss_is_warned_of_once_in_the_log(words, monkeypatch, capsys):
-    monkeypatch.setattr(run, "DivergenceWatch", lambda: DivergenceWatch(window=4))
-    train(words, "--stop_after", 8)
-    train(replaced(words, learning_rate=3.0, lr_schedule="constant", epochs=2), "--from_resume", 1, "--grad_clip", 0)
+    def watch_four_steps(event, run):
+        if event == "begun":
+            run.divergence = DivergenceWatch(window=4)
+
+    train(words, "--stop_after", 4)
+    wild = replaced(words, learning_rate=3.0, lr_schedule="constant", epochs=2)
+    train(wild, "--from_resume", 1, "--grad_clip", 0, listener=watch_four_steps)
     out = capsys.readouterr().out
     assert out.count("Warning: the loss is rising") == 1
     line = next(line for line in out.splitlines() if "the loss is rising" in line)
@@ -177,7 +171,7 @@ HARMS = {
     flip_a_bit: "model.safetensors is damaged: its SHA-256 differs",
     truncate: "optimizer.safetensors has",
     empty: "state.json has 0 bytes",
-    remove_manifest: "has no manifest.json: the save is incomplete",
+    remove_manifest: "has no manifest.json: it is incomplete",
 }
 
 
@@ -203,7 +197,7 @@ def test_when_no_save_is_whole_it_stops_naming_each_and_never_starts_afresh(word
     before = {path: path.stat().st_mtime_ns for path in run_folder(words).rglob("*") if path.name != ".lock"}
     train(words, "--from_resume", 1, expect=2)
     error = capsys.readouterr().err
-    assert "no save in" in error
+    assert "no checkpoint in" in error
     assert "step_00000004" in error
     assert "step_00000006" in error
     assert "Traceback" not in error
@@ -262,7 +256,7 @@ def test_a_failed_periodic_save_is_a_warning_and_the_next_one_tries_again(words,
     train(words)
     error = capsys.readouterr().err
     assert error.count("Warning: could not save step") == 2
-    assert "No space left on device; earlier saves are untouched. The next save tries again." in error
+    assert "No space left on device; earlier checkpoints are untouched. The next save tries again." in error
     assert [save["step"] for save in record(words)["saves"]] == [2, 8, 10, 12, 13]
     assert same_bits(final_weights(words), whole["weights"])
 
@@ -315,7 +309,7 @@ def test_a_save_that_fails_does_not_cost_the_best_one_its_figures(
     words, tmp_path, monkeypatch, broken, part, losses, expected
 ):
     coming = iter(losses)
-    monkeypatch.setattr(reporting, "evaluate_run", lambda run: Evaluation(next(coming), 1.0, 1.0))
+    monkeypatch.setattr(evaluation, "evaluate_run", lambda run: Evaluation(next(coming), 1.0, 1.0))
     full_disk_during(monkeypatch, range(broken, broken + 1), part)
     train(words, "--val_path", write_corpus(tmp_path / "v.jsonl", documents=3), "--eval_interval", 3)
     assert best_of(words) == (*expected, *expected)
@@ -331,17 +325,13 @@ def test_ranks_agree_on_the_best_one_after_a_save_that_failed(words, tmp_path):
     assert best_of(words) == (8.0, 6, 8.0, 6)
 
 
-def test_a_run_folder_removed_meanwhile_is_made_anew(words, whole, monkeypatch):
-    original = train_pretrain.log_step
-
-    def removing(run, *arguments):
-        original(run, *arguments)
-        if run.state.progress.step == 5:
+def test_a_run_folder_removed_meanwhile_is_made_anew(words, whole):
+    def remove(event, run):
+        if event == "step" and run.state.progress.step == 5:
             run.saver.writer.wait()
             shutil.rmtree(run_folder(words))
 
-    monkeypatch.setattr(train_pretrain, "log_step", removing)
-    train(words)
+    train(words, listener=remove)
     assert list(saves(words)) == [12, 13]
     assert same_bits(final_weights(words), whole["weights"])
 
@@ -373,7 +363,7 @@ def test_ranks_that_start_again_on_the_same_store_never_see_what_an_earlier_star
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_raises_ends_the_job_within_45_seconds_with_its_traceback_first(words, rank):
     words = two_ranks(words)
-    call = ["train_pretrain.update_parameters", 5, "raise the fan is on fire"]
+    call = ["gradients", 5, "raise the fan is on fire"]
     began = time.monotonic()
     done = subprocess.run(
         torchrun(words, rank, call), capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT
@@ -391,7 +381,7 @@ def test_a_rank_that_raises_ends_the_job_within_45_seconds_with_its_traceback_fi
 def test_torchrun_restarts_after_a_rank_was_killed_and_ends_with_the_right_weights(words, rank):
     words = two_ranks(words)
     finish(launch(words, "--save_weight", "whole", ranks=2))
-    call = ["train_pretrain.update_parameters", 8, "SIGKILL"]
+    call = ["gradients", 8, "SIGKILL"]
     command = [*torchrun(words, rank, call, "--max-restarts", "3"), "--from_resume", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -401,7 +391,7 @@ def test_torchrun_restarts_after_a_rank_was_killed_and_ends_with_the_right_weigh
 
 
 def test_a_raise_without_ranks_is_a_traceback_a_status_and_exit_1(words, tmp_path):
-    hook = at_call("train_pretrain.update_parameters", 5, "raise the fan is on fire")
+    hook = at_event("gradients", 5, "raise the fan is on fire")
     finish(launch(words, hooks=[hook], log=tmp_path / "log"), expect=1)
     text = (tmp_path / "log").read_text()
     assert "ValueError: the fan is on fire" in text
@@ -411,7 +401,7 @@ def test_a_raise_without_ranks_is_a_traceback_a_status_and_exit_1(words, tmp_pat
 
 def test_a_kill_leaves_no_lock_behind_even_with_loader_workers(words, whole):
     words = [*words, "--num_workers", "1"]
-    hook = at_call("train_pretrain.update_parameters", 5, "SIGKILL")
+    hook = at_event("gradients", 5, "SIGKILL")
     finish(launch(words, hooks=[hook]), expect=-signal.SIGKILL)
     train(words, "--from_resume", 1)
     assert same_bits(final_weights(words), whole["weights"])

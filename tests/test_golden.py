@@ -13,7 +13,7 @@ import torch
 from conftest import small_run, write_corpus
 
 from runs import logged, replaced, train, without
-from training.before.compiling import compiler_problem
+from training.compiling import compiler_problem
 
 # Float32 on one thread: other processors and libraries round otherwise, which grows over the steps but stays below.
 TOLERANCE = 2e-4

@@ -1,6 +1,5 @@
 import itertools
 import json
-import math
 import pickle
 import shutil
 import time
@@ -16,7 +15,7 @@ from tiny_tokenizer import TEXT, make_folder
 from torch.utils.data import DataLoader
 
 import dataset.lm_dataset as lm_dataset
-from dataset.lm_dataset import Batch, PretrainDataset, SkipBatchSampler, choose_documents, collate
+from dataset.lm_dataset import Batch, PretrainDataset, choose_documents
 from dataset.packing import RowOrder
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import TokenCache, build_or_open
@@ -80,7 +79,7 @@ def test_the_rows_hold_exactly_the_tokenised_documents(cache, size):
 
 
 def documents_rebuilt(cache, dataset):
-    pieces = list(pieces_of(dataset.__getitems__(list(range(len(dataset)))))) if len(dataset) else []
+    pieces = list(pieces_of(dataset.batch(list(range(len(dataset)))))) if len(dataset) else []
     in_corpus_order = np.argsort(dataset.plan.piece_start, kind="stable")
     documents: list[list[int]] = []
     for number in in_corpus_order.tolist():
@@ -114,32 +113,32 @@ def test_whatever_texts_go_in_come_out_of_the_rows_with_every_target_once(make_c
 def test_row_targets_count_the_valid_targets_of_each_row(cache):
     for packing in (True, False):
         dataset = PretrainDataset(cache, 32, packing)
-        batch = dataset.__getitems__(list(range(len(dataset))))
+        batch = dataset.batch(list(range(len(dataset))))
         assert (batch.targets != -100).sum(1).tolist() == dataset.row_targets.tolist()
-        batch.validate(VOCAB, 32)
+        batch.validate(VOCAB)
 
 
 def test_missing_rows_are_empty_and_leave_the_others_alone(cache):
     for packing in (True, False):
         dataset = PretrainDataset(cache, 32, packing)
-        batch, alone = dataset.__getitems__([-1, 3, -1]), dataset[3]
+        batch, alone = dataset.batch([-1, 3, -1]), dataset[3]
         for missing in (0, 2):
             assert set(batch.input_ids[missing].tolist()) == {cache.pad_id}
             assert set(batch.targets[missing].tolist()) == {-100}
             assert set(batch.segment_ids[missing].tolist()) == {-1}
         for name in ("input_ids", "targets", "position_ids", "segment_ids"):
-            assert torch.equal(getattr(batch, name)[1], getattr(alone, name)[0]), name
-        nothing = dataset.__getitems__([-1, -1])
-        nothing.validate(VOCAB, 32)
+            assert torch.equal(getattr(batch, name)[1], alone[name]), name
+        nothing = dataset.batch([-1, -1])
+        nothing.validate(VOCAB)
         assert bool((nothing.targets == -100).all())
 
 
 def test_rows_may_be_asked_for_in_any_order_and_more_than_once(cache):
     dataset = PretrainDataset(cache, 32)
-    batch = dataset.__getitems__([5, 0, 5])
+    batch = dataset.batch([5, 0, 5])
     assert torch.equal(batch.input_ids[0], batch.input_ids[2])
-    assert torch.equal(batch.input_ids[1], dataset[0].input_ids[0])
-    assert torch.equal(dataset[-1].input_ids, dataset[len(dataset) - 1].input_ids)
+    assert torch.equal(batch.input_ids[1], dataset[0]["input_ids"])
+    assert torch.equal(dataset[-1]["input_ids"], dataset[len(dataset) - 1]["input_ids"])
     with pytest.raises(IndexError):
         dataset[len(dataset)]
 
@@ -147,7 +146,7 @@ def test_rows_may_be_asked_for_in_any_order_and_more_than_once(cache):
 def test_without_packing_the_rows_are_minimind_rows_token_for_token(cache, tokenizer):
     size = 32
     dataset = PretrainDataset(cache, size, packing=False)
-    batch = dataset.__getitems__(list(range(len(dataset))))
+    batch = dataset.batch(list(range(len(dataset))))
     for row, text in enumerate(TEXTS):
         ids = tokenizer.encode_batch([text])[0][: size - 2]
         ids = [tokenizer.bos_id, *ids, tokenizer.eos_id]
@@ -165,7 +164,7 @@ def test_without_packing_the_rows_are_minimind_rows_token_for_token(cache, token
 def test_the_ledger_accounts_for_every_position(cache):
     packed, single = PretrainDataset(cache, 40), PretrainDataset(cache, 40, packing=False)
     for dataset in (packed, single):
-        batch = dataset.__getitems__(list(range(len(dataset))))
+        batch = dataset.batch(list(range(len(dataset))))
         padding = float((batch.segment_ids == -1).double().mean())
         assert dataset.ledger["padding_share"] == pytest.approx(padding, abs=1e-12)
         assert dataset.ledger["positions"] == batch.input_ids.numel()
@@ -184,7 +183,7 @@ def test_row_bytes_add_up_to_the_bytes_of_all_documents_split_or_not(cache):
 
 def test_row_bytes_of_a_row_are_those_of_the_documents_it_holds(cache):
     dataset = PretrainDataset(cache, 512)
-    ends = [int((dataset[row].targets == cache.eos_id).sum()) for row in range(len(dataset))]
+    ends = [int((dataset[row]["targets"] == cache.eos_id).sum()) for row in range(len(dataset))]
     assert sum(ends) == len(TEXTS)
     single = PretrainDataset(cache, 40, packing=False)
     lengths = np.diff(cache.document_offsets)
@@ -197,7 +196,7 @@ def test_a_subset_of_documents_makes_rows_of_those_alone(cache):
     dataset = PretrainDataset(cache, 32, documents=chosen)
     documents = documents_of(cache)
     expected = Counter(token for number in chosen for token in documents[number][1:])
-    batch = dataset.__getitems__(list(range(len(dataset))))
+    batch = dataset.batch(list(range(len(dataset))))
     assert Counter(batch.targets[batch.targets != -100].tolist()) == expected
     assert dataset.row_bytes.sum() == sum(len(TEXTS[number].encode("utf-8")) for number in chosen)
     assert dataset.ledger["documents"] == 4
@@ -231,7 +230,7 @@ def test_a_damaged_plan_is_made_again(make_cache, name):
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 1
     file.write_bytes(data)
-    assert torch.equal(PretrainDataset(cache, 32)[0].input_ids, expected.input_ids)
+    assert torch.equal(PretrainDataset(cache, 32)[0]["input_ids"], expected["input_ids"])
 
 
 def test_a_cache_that_cannot_be_written_to_still_serves(make_cache, monkeypatch):
@@ -240,8 +239,8 @@ def test_a_cache_that_cannot_be_written_to_still_serves(make_cache, monkeypatch)
     shutil.rmtree(cache.folder / "plans")
     (cache.folder / "plans").write_text("a file where a folder should be")
     dataset = PretrainDataset(cache, 32)
-    assert torch.equal(dataset[0].input_ids, expected.input_ids)
-    assert torch.equal(pickle.loads(pickle.dumps(dataset))[0].input_ids, expected.input_ids)
+    assert torch.equal(dataset[0]["input_ids"], expected["input_ids"])
+    assert torch.equal(pickle.loads(pickle.dumps(dataset))[0]["input_ids"], expected["input_ids"])
 
 
 def test_a_pickled_dataset_is_small_and_gives_the_same_rows(cache):
@@ -249,19 +248,19 @@ def test_a_pickled_dataset_is_small_and_gives_the_same_rows(cache):
     data = pickle.dumps(dataset)
     copy = pickle.loads(data)
     assert len(data) < 10_000 and len(copy) == len(dataset)
-    assert torch.equal(copy[2].targets, dataset[2].targets)
+    assert torch.equal(copy[2]["targets"], dataset[2]["targets"])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_loader_hands_out_the_batches_as_they_are(cache, workers):
+def test_any_data_loader_can_use_the_dataset(cache, workers):
     dataset = PretrainDataset(cache, 32)
-    sampler = SkipBatchSampler(RowOrder(len(dataset), 0, 0), 8, 4)
     options = {"multiprocessing_context": "spawn"} if workers else {}
-    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, num_workers=workers, **options)
-    batches = list(loader)
-    assert len(batches) == len(loader) == len(sampler)
-    for rows, batch in zip(sampler, batches, strict=True):
-        assert torch.equal(batch.input_ids, dataset.__getitems__(rows).input_ids)
+    batches = list(DataLoader(dataset, batch_size=8, num_workers=workers, **options))
+    assert sum(len(batch["input_ids"]) for batch in batches) == len(dataset)
+    for first, batch in zip(range(0, len(dataset), 8), batches, strict=True):
+        ours = dataset.batch(list(range(first, min(first + 8, len(dataset)))))
+        for name in ("input_ids", "targets", "position_ids", "segment_ids"):
+            assert torch.equal(batch[name], getattr(ours, name))
 
 
 @pytest.mark.slow
@@ -275,7 +274,7 @@ def test_a_batch_costs_less_than_a_millisecond_and_a_million_documents_open_with
     rows = RowOrder(len(dataset), 0, 0)[:3200].reshape(-1, 32).tolist()
     started = time.perf_counter()
     for row in rows:
-        dataset.__getitems__(row)
+        dataset.batch(row)
     print(f"batch of 32 x 512: {(time.perf_counter() - started) / len(rows) * 1e3:.2f} ms")
 
 
@@ -315,6 +314,8 @@ def batch_of(**changes):
         "targets": torch.tensor([[1, 2, -100, -100], [1, 1, 1, 1]]),
         "position_ids": torch.arange(4).expand(shape).clone(),
         "segment_ids": torch.tensor([[0, 0, -1, -1], [0, 0, 1, 1]]),
+        "boundaries": torch.tensor([0, 2, 4, 6, 8], dtype=torch.int32),
+        "longest": 2,
     }
     return Batch(**(tensors | changes))
 
@@ -324,7 +325,7 @@ WRONG_BATCHES = {
     "flat": ({"input_ids": torch.ones(8, dtype=torch.int64)}, "input_ids is"),
     "dtype": ({"position_ids": torch.zeros(2, 4, dtype=torch.int32)}, "position_ids is torch.int32"),
     "float": ({"segment_ids": torch.zeros(2, 4)}, "segment_ids is torch.float32"),
-    "device": ({"targets": torch.ones(2, 4, dtype=torch.int64, device="meta")}, "targets is torch.int64 on meta"),
+    "device": ({"targets": torch.ones(2, 4, dtype=torch.int64, device="meta")}, "targets is torch.int64 .* on meta"),
     "id too large": ({"input_ids": torch.full((2, 4), 10)}, "outside the vocabulary of 10"),
     "id negative": ({"input_ids": torch.full((2, 4), -1)}, "outside the vocabulary of 10"),
     "target too large": ({"targets": torch.tensor([[1, 2, -100, -100], [1, 1, 10, 1]])}, "targets hold"),
@@ -337,112 +338,32 @@ WRONG_BATCHES = {
 @pytest.mark.parametrize("case", WRONG_BATCHES)
 def test_validate_names_what_is_wrong(case):
     changes, phrase = WRONG_BATCHES[case]
-    batch_of().validate(10, 4)
+    batch_of().validate(10)
     with pytest.raises(ValueError, match=phrase):
-        batch_of(**changes).validate(10, 4)
+        batch_of(**changes).validate(10)
 
 
-def test_validate_refuses_another_row_length():
-    with pytest.raises(ValueError, match=r"not \[batch, 5\]"):
-        batch_of().validate(10, 5)
+def test_validate_is_for_the_host():
+    with pytest.raises(ValueError, match="on the host"):
+        batch_of().to(torch.device("meta")).validate(10)
 
 
-def test_validate_reads_no_values_off_a_device():
-    batch = batch_of().to("meta")  # reading a value there would raise
-    batch.validate(10, 4)
-    assert batch.targets.device.type == "meta"
+def test_boundaries_are_the_starts_of_segments_and_padding(cache):
+    dataset = PretrainDataset(cache, 32)
+    batch = dataset.batch([*range(min(6, len(dataset))), -1])
+    flat = batch.segment_ids.flatten()
+    row = torch.arange(len(flat)) // 32
+    starts = [0, *(i for i in range(1, len(flat)) if flat[i] != flat[i - 1] or row[i] != row[i - 1]), len(flat)]
+    assert batch.boundaries.tolist() == starts and batch.boundaries.dtype == torch.int32
+    assert batch.longest == 32  # the missing row is one run of padding
 
 
-# --- the sampler ---
-
-
-class Counted:
-    """An order that counts how many positions were looked up."""
-
-    def __init__(self, rows):
-        self.order, self.looked_up = RowOrder(rows, 1, 0), 0
-
-    def __len__(self):
-        return len(self.order)
-
-    def __getitem__(self, positions):
-        answer = self.order[positions]
-        self.looked_up += len(answer)
-        return answer
-
-
-def micro_batches(order, window, batch, ranks, start=0):
-    return [list(SkipBatchSampler(order, window, batch, rank, ranks, start)) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("window, batch", [(1, 1), (8, 2), (7, 2), (10, 3), (5, 8), (64, 4), (200, 3)])
-@pytest.mark.parametrize("rows", [1, 37, 100])
-def test_all_ranks_together_see_every_row_once_in_equally_many_micro_batches(rows, window, batch, ranks):
-    order = RowOrder(rows, 5, 2)
-    by_rank = micro_batches(order, window, batch, ranks)
-    assert len({len(each) for each in by_rank}) == 1
-    assert all(len(rows) == batch for each in by_rank for rows in each)
-    seen = [row for each in by_rank for rows in each for row in rows if row >= 0]
-    assert sorted(seen) == list(range(rows))
-    assert len(SkipBatchSampler(order, window, batch, 0, ranks)) == len(by_rank[0])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_micro_batch_m_of_a_step_goes_to_rank_m_mod_ranks(ranks):
-    order, window, batch = RowOrder(50, 5, 2), 14, 3
-    samplers = [SkipBatchSampler(order, window, batch, rank, ranks) for rank in range(ranks)]
-    streams = [iter(sampler) for sampler in samplers]
-    for position in range(0, 50, window):
-        rows = samplers[0].window(position).tolist()
-        assert rows == order[position : position + window].tolist()
-        turns = samplers[0].micro_batches(len(rows))
-        assert turns == math.ceil(math.ceil(len(rows) / batch) / ranks)
-        dealt = [next(stream) for _ in range(turns) for stream in streams]
-        parts = [rows[m * batch : (m + 1) * batch] for m in range(len(dealt))]
-        assert dealt == [part + [-1] * (batch - len(part)) for part in parts]
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_starting_at_any_step_gives_the_tail_of_the_whole_epoch(ranks):
-    order, window, batch = RowOrder(53, 5, 2), 10, 3
-    for rank in range(ranks):
-        whole = list(SkipBatchSampler(order, window, batch, rank, ranks))
-        per_step = SkipBatchSampler(order, window, batch, rank, ranks).micro_batches(window)
-        for step in range(6):
-            sampler = SkipBatchSampler(order, window, batch, rank, ranks, start=step * window)
-            assert list(sampler) == whole[step * per_step :] and len(sampler) == len(list(sampler))
-
-
-def test_another_rank_count_takes_over_at_any_row_and_the_epoch_is_still_complete():
-    order = RowOrder(101, 5, 2)
-    first = [rows for each in micro_batches(order, 8, 2, 4) for rows in each[:3]]  # three steps of four ranks
-    rest = [rows for each in micro_batches(order, 15, 5, 3, start=24) for rows in each]
-    assert sorted(row for rows in first + rest for row in rows if row >= 0) == list(range(101))
-
-
-def test_starting_late_in_ten_million_rows_looks_up_one_window():
-    order = Counted(10_000_000)
-    sampler = SkipBatchSampler(order, 512, 32, rank=1, world_size=4, start=9_000_000)
-    next(iter(sampler))
-    assert order.looked_up == 512
-    assert len(sampler) == 1953 * 4 + 1 and len(pickle.dumps(sampler)) < 5000
-
-
-def test_a_finished_epoch_yields_nothing():
-    for start in (100, 120):
-        sampler = SkipBatchSampler(RowOrder(100, 0, 0), 8, 2, start=start)
-        assert list(sampler) == [] and len(sampler) == 0
-
-
-IMPOSSIBLE = [{"global_batch_size": 0}, {"batch_size": 0}, {"rank": 2}, {"rank": -1}, {"start": -1}]
-
-
-@pytest.mark.parametrize("wrong", IMPOSSIBLE)
-def test_impossible_samplers_are_refused(wrong):
-    options = {"global_batch_size": 4, "batch_size": 2, "rank": 0, "world_size": 2, "start": 0} | wrong
-    with pytest.raises(ValueError, match="rank below world_size"):
-        SkipBatchSampler(RowOrder(10, 0, 0), **options)
+def test_the_ledger_of_some_documents_counts_these_alone(cache):
+    part = PretrainDataset(cache, 32, documents=np.arange(10)).ledger
+    assert part["documents"] == 10
+    assert part["tokens"] == int(cache.document_offsets[10])
+    assert part["bytes"] == int(cache.document_bytes[:10].sum())
+    assert part["bytes_per_token"] == part["bytes"] / (part["tokens"] - 20)
 
 
 # --- the shared corpus ---

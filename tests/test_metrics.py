@@ -1,5 +1,6 @@
-"""What a run says of its progress is exact, survives crashes and full disks, and stays quiet on other ranks."""
+"""The figures of a step: the log line, and metrics.jsonl, which is exact and survives crashes and full disks."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -12,6 +13,7 @@ import pytest
 
 from errors import SaveFailed
 from training.during import metrics as mt
+from training.saving.metrics_file import MetricsFile, read_metrics
 
 ROOT = Path(__file__).parent.parent
 STEP = mt.StepMetrics(
@@ -30,7 +32,9 @@ STEP = mt.StepMetrics(
     epochs=2,
     epoch_step=100,
     epoch_steps=5000,
-    epoch_minutes_left=12.34,
+    epoch_seconds_left=740.4,
+    last_step=10_000,
+    run_seconds_left=1500.0,
     peak_memory_gib=1.239,
 )
 
@@ -38,7 +42,8 @@ STEP = mt.StepMetrics(
 def test_the_log_line_is_minimind_s_with_our_figures_after_it():
     assert mt.format_log_line(STEP) == (
         "Epoch:[1/2](100/5000), loss: 7.8234, logits_loss: 7.8000, aux_loss: 0.0234, lr: 0.00049876, "
-        "epoch_time: 12.3min, ppl: 2440.60, grad_norm: 1.5000, tokens/s: 24568, memory: 1.24GiB"
+        "epoch_time: 12.3min, ppl: 2440.60, grad_norm: 1.5000, tokens/s: 24568, memory: 1.24GiB, "
+        "step: 100/10000, left: 25 min"
     )
 
 
@@ -47,8 +52,14 @@ def test_perplexity_beyond_a_float_does_not_raise(loss, shown):
     assert str(mt.perplexity(loss)) == shown
 
 
+def test_a_rate_that_was_not_measured_yet_is_shown_as_such():
+    unknown = {"tokens_per_second": math.nan, "epoch_seconds_left": math.nan, "run_seconds_left": math.nan}
+    line = mt.format_log_line(dataclasses.replace(STEP, **unknown))
+    assert "epoch_time: ?min" in line and "tokens/s: ?" in line and line.endswith("step: 100/10000")
+
+
 def test_a_line_has_the_documented_keys_and_exact_values(tmp_path):
-    file = mt.MetricsFile(tmp_path / "metrics.jsonl")
+    file = MetricsFile(tmp_path / "metrics.jsonl")
     record = {**STEP.record(), "loss": 0.1 + 0.2, "grad_norm": float("inf"), "aux_loss": float("nan")}
     file.write(record)
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -57,17 +68,18 @@ def test_a_line_has_the_documented_keys_and_exact_values(tmp_path):
         "step epoch loss logits_loss aux_loss lr grad_norm rows_seen tokens_seen tokens_per_second elapsed_seconds "
         "skipped_steps"
     )
-    (read,) = mt.read_metrics(tmp_path / "metrics.jsonl")
-    assert read["loss"] == 0.1 + 0.2 and read["grad_norm"] == math.inf and math.isnan(read["aux_loss"])
+    (read,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert strict["grad_norm"] is None  # a column of numbers and nulls stays one of numbers
+    assert read["loss"] == 0.1 + 0.2 and math.isnan(read["grad_norm"]) and math.isnan(read["aux_loss"])
 
 
 def test_a_resume_drops_later_and_torn_lines_and_keeps_the_rest_byte_for_byte(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = mt.MetricsFile(path)
+    file = MetricsFile(path)
     for step in (1, 10, 20, 30):
         file.write({"step": step, "loss": step / 3})
         file.write({"step": step, "val_loss": 1.5, "val_ppl": 4.48, "val_bits_per_byte": 0.9})
-    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:4])
+    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:2])
     with open(path, "ab") as torn:
         torn.write(b'{"step": 5, "lo')
     file.truncate_after(10)
@@ -76,14 +88,14 @@ def test_a_resume_drops_later_and_torn_lines_and_keeps_the_rest_byte_for_byte(tm
     file.truncate_after(10)
     assert path.stat().st_ino == inode
     file.write({"step": 11})
-    assert [record["step"] for record in mt.read_metrics(path)] == [1, 1, 10, 10, 11]
-    mt.MetricsFile(tmp_path / "absent").truncate_after(3)
+    assert [record["step"] for record in read_metrics(path)] == [1, 10, 11]
+    MetricsFile(tmp_path / "absent").truncate_after(3)
 
 
 def test_a_full_disk_keeps_lines_in_memory_fails_the_sync_and_loses_nothing(tmp_path, capsys, monkeypatch):
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.write_text("a file where the folder should be: nothing can be written")
-    file = mt.MetricsFile(path)
+    file = MetricsFile(path)
     for step in (1, 2):
         file.write({"step": step})
     assert capsys.readouterr().err.count("Warning") == 1
@@ -92,7 +104,7 @@ def test_a_full_disk_keeps_lines_in_memory_fails_the_sync_and_loses_nothing(tmp_
     path.parent.unlink()  # the folder is made anew, too, if someone removes it
     file.sync()
     file.write({"step": 3})
-    assert [record["step"] for record in mt.read_metrics(path)] == [1, 2, 3]
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -104,12 +116,12 @@ def test_a_full_disk_keeps_lines_in_memory_fails_the_sync_and_loses_nothing(tmp_
 
 PARTLY_FULL = """
 import resource, sys
-from training.during import metrics as mt
-file = mt.MetricsFile(sys.argv[1])
+from training.saving.metrics_file import MetricsFile, read_metrics
+file = MetricsFile(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 200))
 for step in range(10):
     file.write({"step": step, "loss": 1 / 3})
-print(len(mt.read_metrics(sys.argv[1])), open(sys.argv[1], "rb").read().endswith(b"}\\n"))
+print(len(read_metrics(sys.argv[1])), open(sys.argv[1], "rb").read().endswith(b"}\\n"))
 """
 
 
@@ -122,77 +134,42 @@ def test_a_line_cut_by_a_full_disk_is_taken_back(tmp_path):
     assert result.stderr.count("Warning") == 1 and "Traceback" not in result.stderr
 
 
-def test_without_a_terminal_there_are_plain_lines_and_no_bar(capsys):
-    console = mt.Console()
-    console.start(total=3)
-    console.print("hello")
-    console.advance()
-    console.close()
-    shown = capsys.readouterr()
-    assert shown.out == "hello\n" and shown.err == ""
+def test_an_evaluation_goes_into_the_line_of_its_step(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.write({"step": 1, "loss": 2.0})
+    file.write({"step": 2, "skipped_rows": [4, 5]})
+    file.write({"step": 2, "loss": 1.5})
+    file.sync()
+    file.write({"step": 2, "val_loss": 1.25})
+    file.write({"step": 3, "val_loss": 1.0})
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "skipped_rows": [4, 5], "loss": 1.5, "val_loss": 1.25},
+        {"step": 3, "val_loss": 1.0},
+    ]
 
 
-def test_on_a_terminal_lines_go_to_stdout_and_the_bar_to_stderr(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    console = mt.Console()
-    console.start(total=3, done=1)
-    console.print("hello")
-    console.advance()
-    console.advance()
-    console.close()
-    shown = capsys.readouterr()
-    assert shown.out.strip("\r\n") == "hello" and "1/3" in shown.err
+def test_a_line_that_grows_on_a_full_disk_waits_whole(tmp_path):
+    file = MetricsFile(tmp_path / "none" / "m.jsonl")
+    file.write({"step": 1, "loss": 2.0})
+    (tmp_path / "none").rename(tmp_path / "some")
+    (tmp_path / "none").write_text("a file where the folder should be")
+    file.write({"step": 1, "val_loss": 1.0})
+    file.write({"step": 2, "loss": 1.5})
+    file.write({"step": 2, "val_loss": 0.5})
+    (tmp_path / "none").unlink()
+    (tmp_path / "some").rename(tmp_path / "none")
+    file.sync()
+    assert read_metrics(file.path) == [
+        {"step": 1, "loss": 2.0, "val_loss": 1.0},
+        {"step": 2, "loss": 1.5, "val_loss": 0.5},
+    ]
 
 
-def test_other_ranks_are_silent_even_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    console = mt.Console(enabled=False)
-    console.start(total=3)
-    console.print("hello")
-    console.advance()
-    console.close()
-    shown = capsys.readouterr()
-    assert shown.out == shown.err == ""
-
-
-def feed(watch, losses, every=10, first=0):
-    """Feed a loss every few steps; returns the warnings with their steps."""
-    warnings = []
-    for index, loss in enumerate(losses):
-        step = max(first + index * every, 1)
-        text = watch.update(step, loss, lr=1e-3, grad_norm=2.5, last_save=300)
-        warnings += [(step, text)] if text else []
-    return warnings
-
-
-def test_a_rise_of_more_than_5_percent_is_warned_of_once_with_the_figures():
-    ((step, text),) = feed(mt.DivergenceWatch(), [2.0] * 41 + [2.5] * 60)
-    assert 410 < step < 610
-    assert all(part in text for part in ("2.0000", "lr 0.00100000", "grad_norm 2.5000", "last good save: step 300"))
-
-
-@pytest.mark.parametrize(
-    "losses",
-    [
-        [2.0] * 41 + [2.09] * 60,  # 4.5 %
-        [3.0 - 0.01 * index for index in range(100)],
-        [2.0] * 20 + [4.0] * 20,  # fewer than 400 steps seen
-        [2.0, float("nan")] * 60,
-        [2.0] * 41 + [float("nan")] * 80,  # other means count those
-    ],
-)
-def test_no_warning_without_a_rise_of_5_percent_over_two_full_windows(losses):
-    assert feed(mt.DivergenceWatch(), losses) == []
-
-
-def test_the_watch_resumed_says_what_the_uninterrupted_one_says():
-    losses = [2.0] * 41 + [2.5] * 60
-    whole = mt.DivergenceWatch()
-    expected = feed(whole, losses)
-    for cut in (0, 5, 45, 90):
-        watch = mt.DivergenceWatch()
-        warnings = feed(watch, losses[:cut])
-        resumed = mt.DivergenceWatch()
-        resumed.restore(json.loads(json.dumps(watch.state())))
-        assert warnings + feed(resumed, losses[cut:], first=cut * 10) == expected, cut
-        assert resumed.state() == whole.state()
+def test_what_the_first_releases_wrote_is_still_read(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0, "grad_norm": "inf"}\n{"step": 1, "val_loss": "nan"}\n')
+    step, evaluation = read_metrics(path)
+    assert step == {"step": 1, "loss": 2.0, "grad_norm": math.inf}
+    assert evaluation["step"] == 1 and math.isnan(evaluation["val_loss"])

@@ -1,4 +1,4 @@
-"""What other systems lack is not missed, loader processes may start afresh, and a normal run prints no warning."""
+"""What other systems lack is not missed, and a normal run prints no warning."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-import torch
-from torch.utils.data import DataLoader
-
-from dataset.lm_dataset import MISSING_ROW, Batch, PretrainDataset, SkipBatchSampler, collate
-from dataset.packing import RowOrder
-from dataset.text_tokenizer import TextTokenizer
-from dataset.token_cache import build_or_open
 from runs import ROOT, environment, replaced, run_folder
 
 # Windows has no resource module, no sysconf and fewer signals; macOS no /proc. Neither has NCCL.
@@ -35,29 +27,8 @@ torch.distributed.is_nccl_available = lambda: False
 """
 
 
-@pytest.fixture
-def dataset(corpus, tmp_path) -> PretrainDataset:
-    tokenizer = TextTokenizer.load(ROOT / "model")
-    return PretrainDataset(build_or_open(str(corpus), tokenizer, cache_dir=tmp_path / "c", progress=False), 64)
-
-
-def test_loader_processes_that_start_afresh_give_the_same_batches(dataset):
-    sampler = SkipBatchSampler(RowOrder(len(dataset), 1, 0), global_batch_size=40, batch_size=16)
-    ours = [dataset.__getitems__(rows) for rows in sampler]
-    loader = DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=collate, num_workers=1, multiprocessing_context="spawn"
-    )
-    theirs = list(loader)
-    assert len(ours) == len(theirs) == 4
-    for mine, other in zip(ours, theirs, strict=True):
-        assert isinstance(other, Batch)
-        for name in ("input_ids", "targets", "position_ids", "segment_ids"):
-            assert torch.equal(getattr(mine, name), getattr(other, name))
-    assert any(MISSING_ROW in rows for rows in sampler)
-
-
 def test_a_normal_run_under_warnings_as_errors_prints_nothing_on_stderr_but_the_bar(arguments, tmp_path):
-    """With a loader process, evaluation and samples."""
+    """With look-ahead, evaluation and samples."""
     (tmp_path / "v.jsonl").write_text('{"text": "two red birds"}\n')
     words = replaced(arguments, val_path=tmp_path / "v.jsonl", num_workers=1, samples=1)
     done = run_python(["-W", "error", str(ROOT / "train_pretrain.py"), *words])

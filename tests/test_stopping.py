@@ -16,7 +16,7 @@ import torch
 from conftest import small_run, write_corpus
 
 from errors import StopRequested
-from hooks import at_call, set_value
+from hooks import at_call, at_event, set_value
 from runs import (
     ROOT,
     command,
@@ -79,7 +79,7 @@ def assert_resume_is_bit_equal(words: list[str], whole: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CODES)
 def test_inside_a_window_the_last_finished_step_is_saved_and_the_resume_is_bit_equal(words, whole, tmp_path, name):
-    hook = at_call("train_pretrain.autocast", micro_batch(7, 1), name)
+    hook = at_event("micro-batch", micro_batch(7, 1), name)
     finish(launch(words, hooks=[hook], log=tmp_path / "log"), expect=CODES[name])
     assert (saved_step(words), status_of(words)) == (6, "stopped")
     assert (
@@ -91,7 +91,7 @@ def test_inside_a_window_the_last_finished_step_is_saved_and_the_resume_is_bit_e
 
 @pytest.mark.parametrize(
     "place",
-    [at_call("train_pretrain.autocast", 12, "SIGTERM"), at_call("train_pretrain.update_parameters", 6, "SIGTERM")],
+    [at_event("micro-batch", 12, "SIGTERM"), at_event("gradients", 6, "SIGTERM")],
 )
 def test_a_signal_in_the_last_micro_batch_or_the_update_lets_the_step_finish_and_begins_no_other(words, whole, place):
     finish(launch(words, hooks=[place]), expect=143)
@@ -112,10 +112,10 @@ def test_while_texts_are_tokenised_it_ends_at_once_and_leaves_nothing_half_done(
 @pytest.mark.parametrize(
     "place",
     [
-        at_call("training.before.begin.rehearse", 1, "SIGTERM"),
+        at_call("training.before.begin.fitting_batch_size", 1, "SIGTERM"),
         at_call("training.before.begin.start_tracker", 1, "SIGTERM"),
-        at_call("train_pretrain.autocast", 1, "SIGTERM"),
-        at_call("train_pretrain.update_parameters", 1, "SIGTERM", after=True),
+        at_event("micro-batch", 1, "SIGTERM"),
+        at_event("step", 1, "SIGTERM"),
     ],
     ids=lambda hook: hook[1],
 )
@@ -131,7 +131,7 @@ def test_before_the_first_new_step_is_finished_nothing_is_saved_and_nothing_lost
 
 
 def test_right_after_the_first_step_that_step_is_saved(words, whole):
-    finish(launch(words, hooks=[at_call("train_pretrain.capture_rng", 1, "SIGTERM", after=True)]), expect=143)
+    finish(launch(words, hooks=[at_event("step", 1, "SIGTERM")]), expect=143)
     assert saved_step(words) == 1
     assert_resume_is_bit_equal(words, whole)
 
@@ -141,7 +141,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_resume_makes_up_for_it(words,
     val = write_corpus(tmp_path / "val.jsonl", documents=10, seed=3)
     words = [*words, "--val_path", str(val), "--eval_interval", "5"]
     finish(launch(words, "--save_weight", "w"))
-    finish(launch(words, hooks=[at_call("training.during.reporting.evaluate", call, "SIGTERM")]), expect=143)
+    finish(launch(words, hooks=[at_event("evaluating", call, "SIGTERM")]), expect=143)
     assert saved_step(words) == (5 if call == 1 else 13)
     assert status_of(words) == "stopped"
     assert_resume_is_bit_equal(words, whole)
@@ -173,7 +173,7 @@ def test_a_second_ctrl_c_stops_at_once_even_while_a_save_hangs(words, whole, tmp
 
 def test_a_signal_to_the_whole_process_group_with_loader_workers_is_a_clean_stop(words, whole):
     words = [*words, "--num_workers", "2"]
-    finish(launch(words, hooks=[at_call("train_pretrain.autocast", micro_batch(5, 1), "group SIGTERM")]), expect=143)
+    finish(launch(words, hooks=[at_event("micro-batch", micro_batch(5, 1), "group SIGTERM")]), expect=143)
     assert (saved_step(words), status_of(words)) == (4, "stopped")
     assert_resume_is_bit_equal(words, whole)
 
@@ -195,12 +195,12 @@ def test_a_signal_while_the_model_compiles_is_served_at_once(words, whole, tmp_p
 
 
 def test_a_signal_after_the_last_step_lets_the_run_end_well(words, whole):
-    finish(launch(words, hooks=[at_call("train_pretrain.finish", 1, "SIGTERM")]))
+    finish(launch(words, hooks=[at_event("leaving", 1, "SIGTERM")]))
     assert status_of(words) == "finished"
 
 
 def test_a_torchrun_worker_that_was_stopped_ends_with_0(words):
-    hook = at_call("train_pretrain.autocast", micro_batch(5, 1), "SIGTERM")
+    hook = at_event("micro-batch", micro_batch(5, 1), "SIGTERM")
     finish(launch(words, hooks=[hook], TORCHELASTIC_RUN_ID="x"), expect=0)
     assert (saved_step(words), status_of(words)) == (4, "stopped")
 
@@ -223,7 +223,7 @@ def two_ranks(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_one_signalled_rank_of_two_stops_both_and_the_resume_is_bit_equal(whole_of_two, tmp_path, signalled):
     words = replaced(whole_of_two["arguments"], save_dir=tmp_path)
-    hooks = {signalled: [at_call("train_pretrain.autocast", micro_batch(6, 1), "SIGTERM")]}
+    hooks = {signalled: [at_event("micro-batch", micro_batch(6, 1), "SIGTERM")]}
     finish(launch(words, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (5, "stopped")
     finish(launch(words, "--from_resume", 1, ranks=2))
@@ -234,10 +234,10 @@ def test_one_signalled_rank_of_two_stops_both_and_the_resume_is_bit_equal(whole_
 def test_one_signalled_rank_stops_both_in_an_evaluation_and_in_the_first_step(whole_of_two, tmp_path):
     words = replaced(whole_of_two["arguments"], save_dir=tmp_path)
     val = write_corpus(tmp_path / "val.jsonl", documents=10, seed=3)
-    hooks = {1: [at_call("train_pretrain.autocast", 1, "SIGTERM")]}
+    hooks = {1: [at_event("micro-batch", 1, "SIGTERM")]}
     finish(launch(words, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (0, "stopped")
-    hooks = {1: [at_call("training.during.reporting.evaluate", 1, "SIGTERM")]}
+    hooks = {1: [at_event("evaluating", 1, "SIGTERM")]}
     finish(launch(words, "--val_path", val, "--eval_interval", 3, ranks=2, hooks=hooks), expect=143)
     assert (saved_step(words), status_of(words)) == (3, "stopped")
 
@@ -258,8 +258,8 @@ def test_a_rank_that_waits_for_others_in_vain_leaves_when_told(whole_of_two, tmp
 def test_a_rank_that_gets_no_answer_leaves_alone_and_the_last_save_stays(whole_of_two, tmp_path):
     words = replaced(whole_of_two["arguments"], save_dir=tmp_path)
     quick = set_value("training.during.stopping.StopSignal.PATIENCE_SECONDS", 0.5)
-    stuck = at_call("train_pretrain.autocast", micro_batch(6, 2), "SIGSTOP")
-    told = at_call("train_pretrain.autocast", micro_batch(6, 2), "SIGTERM")
+    stuck = at_event("micro-batch", micro_batch(6, 2), "SIGSTOP")
+    told = at_event("micro-batch", micro_batch(6, 2), "SIGTERM")
     first, second = launch(words, ranks=2, hooks={0: [quick, told], 1: [stuck]})
     first.join(30)
     second.kill()
@@ -269,7 +269,7 @@ def test_a_rank_that_gets_no_answer_leaves_alone_and_the_last_save_stays(whole_o
 
 
 def test_a_ctrl_c_that_the_launcher_passes_on_again_is_one_stop(words, whole, tmp_path):
-    hook = at_call("train_pretrain.autocast", micro_batch(6, 1), "SIGINT SIGINT", pause=0.3)
+    hook = at_event("micro-batch", micro_batch(6, 1), "SIGINT SIGINT", pause=0.3)
     finish(launch(words, hooks=[hook], log=tmp_path / "log", TORCHELASTIC_RUN_ID="x"), expect=0)
     assert "second Ctrl-C" not in (tmp_path / "log").read_text()
     assert status_of(words) == "stopped"
@@ -375,7 +375,7 @@ def test_save_minutes_saves_by_the_clock_besides_the_end_of_an_epoch(words):
 
 
 def test_run_json_says_running_while_it_runs_and_after_a_kill(words):
-    hook = at_call("train_pretrain.autocast", micro_batch(6, 1), "SIGKILL")
+    hook = at_event("micro-batch", micro_batch(6, 1), "SIGKILL")
     finish(launch(words, hooks=[hook]), expect=-signal.SIGKILL)
     assert status_of(words) == "running"
     assert saved_step(words) == 4

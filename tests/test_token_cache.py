@@ -18,7 +18,7 @@ import dataset.token_cache as token_cache
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open, count_shared
 from errors import DataError
-from storage.hashed_file import HashedFile
+from storage.files import HashedFile
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -230,7 +230,7 @@ def test_verify_finds_a_flipped_bit_in_any_file(tmp_path, build, tokenizer, text
     flip_a_byte(build(path).folder / name)
     cache = build(path, verify=True, progress=True)
     assert texts_of(cache, tokenizer) == texts
-    assert f"the content of {name} has changed" in capsys.readouterr().out
+    assert f"{name} is damaged: its SHA-256 differs from that in metadata.json" in capsys.readouterr().out
 
 
 def test_verify_finds_a_source_changed_behind_its_size_and_time(tmp_path, build, tokenizer, capsys):
@@ -330,7 +330,7 @@ def test_a_fraction_that_holds_nothing_out_is_refused_in_words(tmp_path, build):
 # --- disks and processes ---
 
 
-DISK_ERRORS = {errno.ENOSPC: "the disk is full", errno.EROFS: "read-only", errno.EIO: "Input/output error"}
+DISK_ERRORS = {errno.ENOSPC: "No space left", errno.EROFS: "Read-only file system", errno.EIO: "Input/output error"}
 
 
 @pytest.mark.parametrize("number", DISK_ERRORS)
@@ -358,13 +358,13 @@ def test_a_really_full_and_a_really_read_only_disk_are_reported(tmp_path, build,
         pytest.skip("this machine does not allow mounting")
     try:
         path = write(tmp_path / "a.jsonl", texts)
-        with pytest.raises(DataError, match="the disk is full"):
+        with pytest.raises(DataError, match="No space left"):
             build(path, cache_dir=disk)
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
         assert texts_of(build(path, cache_dir=disk), tokenizer) == texts
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         assert build(path, cache_dir=disk).documents == len(texts)  # a good cache needs no writing
-        with pytest.raises(DataError, match="read-only"):
+        with pytest.raises(DataError, match="Read-only file system"):
             build(path, cache_dir=disk, val_fraction=0.5)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=False)
@@ -414,7 +414,7 @@ def test_a_killed_builder_is_cleaned_up_and_replaced(tmp_path, build, tokenizer,
     wait_for_writing(process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert built_folders(tmp_path / "cache")[0].startswith(".building-")
+    assert built_folders(tmp_path / "cache")[0].startswith(".tmp-")
     cache = build(path)
     assert texts_of(cache, tokenizer) == texts
     assert built_folders(tmp_path / "cache") == [cache.folder.name]

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from conftest import small_run, write_corpus  # noqa: E402 - found by the line above when run as a script
 
-from hooks import Hook, at_call, record_rows  # noqa: E402
+from hooks import Hook, at_call, at_event, record_rows  # noqa: E402
 from runs import final_weights, launch, logged, replaced, run_folder, same_bits, without  # noqa: E402
 from training.saving.checkpoint import find_checkpoints  # noqa: E402
 
@@ -98,7 +98,7 @@ def tortured_run(folder: Path, documents: int, **changes: object) -> list[str]:
 
 def at_step(words: list[str], step: int) -> Hook:
     """Death right after this step of the run is finished, before it is logged or saved."""
-    return at_call("train_pretrain.capture_rng", step - saved_step(words), "SIGKILL", after=True)
+    return at_event("step", step - saved_step(words), "SIGKILL")
 
 
 def die_at_the_edges(run: Attempts, steps_per_epoch: int, times: int = 2) -> None:
@@ -107,7 +107,7 @@ def die_at_the_edges(run: Attempts, steps_per_epoch: int, times: int = 2) -> Non
     for place in (
         lambda: at_step(run.words, 3),
         lambda: at_call("training.saving.saver.write_weights", 1, "SIGKILL", after=True),
-        lambda: at_call("training.saving.checkpoint._move_into_place", 1, "SIGKILL"),
+        lambda: at_call("training.saving.checkpoint.write_manifest", 1, "SIGKILL", after=True),
         lambda: at_call("training.saving.saver.prune", 1, "SIGKILL"),
         lambda: at_step(run.words, steps_per_epoch),
         lambda: at_step(run.words, 2 * steps_per_epoch),
@@ -115,7 +115,7 @@ def die_at_the_edges(run: Attempts, steps_per_epoch: int, times: int = 2) -> Non
         for _ in range(times):
             run.attempt(place())
             assert not run.finished
-    run.attempt(at_call("train_pretrain.finish", 1, "SIGKILL"))
+    run.attempt(at_event("leaving", 1, "SIGKILL"))
     assert saved_step(run.words) == 2 * steps_per_epoch
     run.attempt()
 

@@ -26,11 +26,19 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
-    side_group: Any = None  # gloo on CPU, whatever the gradients travel by: for small facts, never stalls the device
+    side_group: dist.ProcessGroup | None = (
+        None  # gloo on CPU, whatever the gradients travel by: for small facts, never stalls the device
+    )
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def gradient_scale(self) -> int:
+        """What a rank's share of a step's loss is multiplied with: the exchange of gradients takes means over ranks,
+        and the losses of a step are sums over its targets."""
+        return self.size
 
     def sum(self, values: Iterable[float]) -> list[float]:
         """Element-wise sum over ranks in float64, exact for counts below 2^53. All ranks must call."""
@@ -61,6 +69,11 @@ class World:
         box = [item]
         dist.broadcast_object_list(box, src=0, group=self.side_group)
         return box[0]
+
+    def barrier(self) -> None:
+        """Return when every rank has come here. All ranks must call."""
+        if self.size > 1:
+            dist.barrier(group=self.side_group)
 
 
 def init_distributed_mode(device_name: str = "auto") -> World:
@@ -110,7 +123,7 @@ def meet(store: dist.Store, rank: int, size: int) -> dist.Store:
 def leave_group(world: World) -> None:
     """All ranks must call: none may tear down what another still reads."""
     if world.size > 1:
-        dist.barrier(group=world.side_group)
+        world.barrier()
         dist.destroy_process_group()
 
 

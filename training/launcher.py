@@ -13,7 +13,7 @@ class RankOfEnvironment(NamedTuple):
 
 
 def environment_rank() -> RankOfEnvironment:
-    """As torchrun left it in the environment. Whether it makes sense is for `check_torchrun` to say."""
+    """As torchrun left it in the environment; whether it makes sense is for `check_torchrun` to say."""
 
     def number(name: str, default: int) -> int:
         text = os.environ.get(name, "")

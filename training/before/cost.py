@@ -1,4 +1,4 @@
-"""What a run will cost, estimated before its first step: parameters, FLOPs, steps, disk, memory, time."""
+"""What a run will cost, estimated before its first step: parameters, FLOPs, disk, memory, time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 
 from torch import nn
 
+from dataset.lm_dataset import PretrainDataset
+from model.model_minimind import MiniMindForCausalLM
+from training.choices import Choices
 from training.config import Config
 from training.optimizers import state_bytes
-from training.schedule import Schedule, StepLayout
+from training.schedule import Clock, accumulation_steps
+from training.words import duration, mebibytes
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run of these settings on these data comes to.
+class Cost:
+    """What a model of this shape costs on these data.
 
     FLOPs count 6 per matmul parameter and token (forward 2, backward 4; the tied head once, embedding look-up 0,
-    active experts only) and 12 x width for each attended pair of tokens and layer. The last three fields stay None
-    until a dry step has measured them."""
+    active experts only) and 12 x width for each attended pair of tokens and layer."""
 
     parameters: int
     active_parameters: int
@@ -27,53 +30,14 @@ class Plan:
     flops_per_token: float
     tokens_per_epoch: int  # valid targets
     tokens_per_parameter: float  # of an epoch
-    tokens_per_step: float
-    rows: int  # of an epoch
-    steps_per_epoch: int
-    total_steps: int
-    accumulation_steps: int
-    global_batch_size: int
-    batch_size: int
-    rows_left: int  # of the whole run, from where it stands now
     state_bytes: int  # one resume state on disk: float32 parameters and the optimizer's state
     weights_bytes: int  # one weights file on disk
     training_bytes: int  # parameters, gradients and optimizer state in memory
-    seconds_per_row: float | None = None  # forward and backward on one rank
-    estimated_seconds: float | None = None  # of what is left
-    peak_bytes: int | None = None  # most device memory held by a dry step; on CUDA only
-
-    def measured(self, layout: StepLayout, seconds_per_row: float, peak_bytes: int | None) -> Plan:
-        """With what a dry step found: time, memory, and the micro-batches that fit."""
-        return dataclasses.replace(
-            self,
-            batch_size=layout.batch_size,
-            accumulation_steps=layout.accumulation_steps,
-            seconds_per_row=seconds_per_row,
-            estimated_seconds=seconds_per_row * self.rows_left / min(layout.world_size, layout.rows),
-            peak_bytes=peak_bytes,
-        )
-
-    def lines(self, world_size: int) -> list[str]:
-        active = "" if self.active_parameters == self.parameters else f", {self.active_parameters / 1e6:.2f} M active"
-        peak = f"; {self.peak_bytes / 2**30:.2f} GiB at the peak of a dry step" if self.peak_bytes else ""
-        short = f" (the data have {self.rows:,})" if self.rows < self.global_batch_size else ""
-        time = "" if self.estimated_seconds is None else f", about {duration(self.estimated_seconds)}"
-        return [
-            f"Model: {self.parameters / 1e6:.2f} M parameters{active}, {self.flops_per_token / 1e6:.1f} MFLOPs a token",
-            f"Step: {self.global_batch_size:,} rows{short} = {self.batch_size} x {self.accumulation_steps} "
-            f"micro-batches x {world_size} rank{'s' * (world_size > 1)}, about {self.tokens_per_step:,.0f} tokens",
-            f"Run: {self.total_steps:,} steps, {self.steps_per_epoch:,} an epoch of {self.tokens_per_epoch:,} tokens "
-            f"({self.tokens_per_parameter:.2f} tokens a parameter){time}",
-            f"Disk: {mebibytes(self.weights_bytes)} of weights, {mebibytes(self.state_bytes)} a resume state",
-            f"Memory: {mebibytes(self.training_bytes)} of parameters, gradients and optimizer state{peak}",
-        ]
 
 
-def make_plan(
-    model: nn.Module, config: Config, dataset: Any, layout: StepLayout, schedule: Schedule, done: int
-) -> Plan:
-    """The plan of a run from its parts; `done` rows are behind it. `model` may be on the meta device."""
-    shape: Any = model.config
+def estimate_cost(model: MiniMindForCausalLM, config: Config, dataset: PretrainDataset) -> Cost:
+    """The cost of training `model`, which may be on the meta device, on the rows of `dataset`."""
+    shape = model.config
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     total = sum(sizes.values())
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -87,25 +51,73 @@ def make_plan(
     width = shape.num_attention_heads * shape.head_dim
     attention = 12 * shape.num_hidden_layers * width * attended_pairs / max(1, tokens)
     state, weights, training = model_bytes(model, config)
-    return Plan(
+    return Cost(
         parameters=total,
         active_parameters=total - idle,
         matmul_parameters=matmul,
         flops_per_token=6 * matmul + attention,
         tokens_per_epoch=tokens,
         tokens_per_parameter=tokens / total,
-        tokens_per_step=tokens / layout.rows * min(layout.global_batch_size, layout.rows),
-        rows=layout.rows,
-        steps_per_epoch=layout.steps_per_epoch,
-        total_steps=schedule.total_steps,
-        accumulation_steps=layout.accumulation_steps,
-        global_batch_size=layout.global_batch_size,
-        batch_size=layout.batch_size,
-        rows_left=max(0, schedule.planned_rows - done),
         state_bytes=state,
         weights_bytes=weights,
         training_bytes=training,
     )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a dry step found: seconds for forward and backward of a row on one rank and for one update, and the most
+    device memory held (bytes; None where it cannot be told)."""
+
+    seconds_per_row: float
+    seconds_per_update: float
+    peak_bytes: int | None = None
+
+    def seconds_of(self, rows: int, steps: int, ranks: int) -> float:
+        """Of so much training: rows are shared among ranks, updates are not."""
+        return self.seconds_per_row * rows / ranks + self.seconds_per_update * steps
+
+
+def predict(
+    cost: Cost, clock: Clock, choices: Choices, rows_seen: int, step: int, measured: Measured | None
+) -> dict[str, Any]:
+    """What the receipt notes of a run before its first step: cost, steps, time. None stands for what was not measured
+    (an evaluation, a run that has ended)."""
+    rows_left, steps_left = max(0, clock.planned_rows - rows_seen), max(0, clock.total_steps - step)
+    ranks = min(choices.world_size, clock.rows_per_step)
+    return {
+        **dataclasses.asdict(cost),
+        "tokens_per_step": cost.tokens_per_epoch / clock.rows * clock.rows_per_step,
+        "rows": clock.rows,
+        "steps_per_epoch": clock.steps_per_epoch,
+        "total_steps": clock.total_steps,
+        "accumulation_steps": accumulation_steps(clock.global_batch_size, choices.batch_size, choices.world_size),
+        "global_batch_size": clock.global_batch_size,
+        "batch_size": choices.batch_size,
+        "rows_left": rows_left,
+        "seconds_per_row": measured and measured.seconds_per_row,
+        "estimated_seconds": measured and measured.seconds_of(rows_left, steps_left, ranks),
+        "peak_bytes": measured and measured.peak_bytes,
+    }
+
+
+def cost_lines(predicted: dict[str, Any], world_size: int) -> list[str]:
+    """`predict`'s figures for the start page."""
+    p = predicted
+    active = "" if p["active_parameters"] == p["parameters"] else f", {p['active_parameters'] / 1e6:.2f} M active"
+    peak = f"; {p['peak_bytes'] / 2**30:.2f} GiB at the peak of a dry step" if p["peak_bytes"] else ""
+    short = f" (the data have {p['rows']:,})" if p["rows"] < p["global_batch_size"] else ""
+    seconds = p["estimated_seconds"]
+    time = "" if seconds is None else f", about {duration(seconds)} by a dry step; log lines say what is left"
+    return [
+        f"Model: {p['parameters'] / 1e6:.2f} M parameters{active}, {p['flops_per_token'] / 1e6:.1f} MFLOPs a token",
+        f"Step: {p['global_batch_size']:,} rows{short} = {p['batch_size']} x {p['accumulation_steps']} "
+        f"micro-batches x {world_size} rank{'s' if world_size > 1 else ''}, about {p['tokens_per_step']:,.0f} tokens",
+        f"Run: {p['total_steps']:,} steps, {p['steps_per_epoch']:,} an epoch of {p['tokens_per_epoch']:,} tokens "
+        f"({p['tokens_per_parameter']:.2f} tokens a parameter){time}",
+        f"Disk: {mebibytes(p['weights_bytes'])} of weights, {mebibytes(p['state_bytes'])} a resume state",
+        f"Memory: {mebibytes(p['training_bytes'])} of parameters, gradients and optimizer state{peak}",
+    ]
 
 
 def model_bytes(model: nn.Module, config: Config) -> tuple[int, int, int]:
@@ -113,23 +125,3 @@ def model_bytes(model: nn.Module, config: Config) -> tuple[int, int, int]:
     total = sum(p.numel() for p in model.parameters())
     state = 4 * total + state_bytes(model, config.optimizer)
     return state, 2 * total, state + 4 * total
-
-
-def mebibytes(count: int) -> str:
-    """Bytes for people; small models are a fraction of a MiB."""
-    mib = count / 2**20
-    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB"
-
-
-def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `3 h 20 min`, `5 d 3 h`: two units say enough of an estimate."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    days, hours = divmod(round(seconds / 3600), 24)
-    return f"{days} d {hours} h"

@@ -9,113 +9,120 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dataset.lm_dataset import PretrainDataset
 from errors import UserError
-from trainer_utils import autocast, losses_of, to_device, update_parameters
+from trainer_utils import autocast, update_parameters
+from training.before.cost import Measured
+from training.choices import Choices
 from training.config import Config
 from training.distributed import World
 from training.optimizers import build_optimizers
 from training.saving.live_state import capture_rng, restore_rng
-from training.schedule import StepLayout
 
 CPU_POSITIONS = 1024  # a micro-batch of this many is enough to judge a processor's speed
-RANKS_RESERVE_BYTES = 2**30  # of each GPU where several ranks train: NCCL's buffers come with the first step
+NCCL_BYTES = 2**30  # of each GPU where several ranks train: they come with the first step
 
 
-@dataclass(frozen=True)
-class Measured:
-    seconds_per_row: float  # forward and backward
-    peak_bytes: int | None  # most device memory held, a reserve for NCCL included; None where it cannot be told
-
-
-def rehearse(
-    model: nn.Module, dataset: Any, layout: StepLayout, config: Config, world: World, dtype: torch.dtype
-) -> tuple[StepLayout, Measured]:
-    """The micro-batches that fit, and what one costs. All ranks must call, with the bare model: neither wrapped nor
-    compiled, its saved state not loaded yet.
+def fitting_batch_size(
+    model: nn.Module, dataset: PretrainDataset, choices: Choices, config: Config, world: World
+) -> tuple[int, Measured]:
+    """The micro-batch that fits, at most `choices.batch_size` rows, and what one costs. All ranks must call, with the
+    bare model: neither wrapped nor compiled, its saved state not loaded yet.
 
     On CUDA a full-size step is tried: forward, backward, update, and again with gradients and optimizer state in
     place. Elsewhere a small micro-batch is timed. Raises UserError when not even one row fits.
     """
 
-    on_cuda = world.device.type == "cuda"
-
     def attempt(batch_size: int) -> Measured:
-        return try_step(model, dataset, batch_size, config, world.device, dtype, update=on_cuda)
+        return try_step(model, dataset, batch_size, config, world.device, choices.torch_dtype)
 
-    if on_cuda:
-        reserve = RANKS_RESERVE_BYTES * (world.size > 1)
-        with memory_errors("the model beside NCCL's buffers"), kept_free(reserve, world.device):
-            return fit_batch_size(layout, attempt, world, may_halve=bool(config.auto_batch))
-    rows = min(layout.batch_size, max(1, CPU_POSITIONS // config.max_seq_len))
+    if world.device.type == "cuda":
+        reserve = reserved_bytes(model, world.size)
+        with memory_errors("the model beside the buffers of several ranks"), kept_free(reserve, world.device):
+            return halve_until_it_fits(choices.batch_size, attempt, world, may_halve=bool(config.auto_batch))
+    rows = min(choices.batch_size, max(1, CPU_POSITIONS // config.max_seq_len))
     with memory_errors(f"--max_seq_len {config.max_seq_len}: a micro-batch of {rows}"):
-        return layout, attempt(rows)
+        return choices.batch_size, attempt(rows)
 
 
-def fit_batch_size(
-    layout: StepLayout, attempt: Callable[[int], Measured], world: World, may_halve: bool
-) -> tuple[StepLayout, Measured]:
+def reserved_bytes(model: nn.Module, ranks: int) -> int:
+    """Bytes of each GPU that several ranks need beside the model, none for one: NCCL's buffers, and the buckets in
+    which DDP exchanges gradients; they exist from its construction on, and the first step allocates both."""
+    if ranks == 1:
+        return 0
+    return NCCL_BYTES + sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def halve_until_it_fits(
+    batch_size: int, attempt: Callable[[int], Measured], world: World, may_halve: bool
+) -> tuple[int, Measured]:
     """Halve batch_size until `attempt(batch_size)` no longer raises torch.OutOfMemoryError on any rank; the rows of a
     step stay the same, so accumulation grows. All ranks must call. Raises UserError when that does not help."""
     while True:
         measured, failure = None, ""
         try:
-            measured = attempt(layout.batch_size)
+            measured = attempt(batch_size)
         except torch.OutOfMemoryError as error:
             failure = str(error).split("\n")[0].split(". ")[0]
         if not world.max([bool(failure)])[0]:  # all ranks
             assert measured is not None
-            return layout, measured
+            return batch_size, measured
         if world.device.type == "cuda":
             gc.collect()  # the failed attempt's tensors have gone with its traceback
             torch.cuda.empty_cache()
-        reason = f"--batch_size {layout.batch_size}: a step does not fit in memory ({failure or 'on another rank'})"
+        reason = f"--batch_size {batch_size}: a step does not fit in memory ({failure or 'on another rank'})"
         if not may_halve:
             raise UserError(f"{reason}; give a smaller one, or let --auto_batch 1 find it")
-        if layout.batch_size == 1:
+        if batch_size == 1:
             raise UserError(f"{reason}; try --activation_checkpointing 1, a shorter --max_seq_len or a smaller model")
-        layout = replace(layout, batch_size=layout.batch_size // 2)
+        batch_size //= 2
 
 
 def try_step(
     model: nn.Module,
-    dataset: Any,
+    dataset: PretrainDataset,
     batch_size: int,
     config: Config,
     device: torch.device,
     dtype: torch.dtype,
-    update: bool,
 ) -> Measured:
-    """One micro-batch, forward and backward, measured the second time; with `update` an optimizer step in between.
+    """One micro-batch, forward and backward, then an optimizer step, then the same again, measured.
     The fullest rows are taken: the most a step can need."""
     rows = np.argpartition(dataset.row_targets, -batch_size)[-batch_size:].tolist()
-    kept = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()] if update else []
+    kept = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
     rng = capture_rng(device)
     forget_peak(device)
     try:
-        batch = to_device(dataset.__getitems__(rows), device, dataset.most_documents(batch_size))
+        batch = dataset.batch(rows).to(device)
         divisor = (batch.targets >= 0).sum().float()
         scaler = torch.amp.GradScaler(device.type, init_scale=1.0, enabled=dtype == torch.float16)  # no update skipped
+        optimizers = build_optimizers(model, config, device)  # dropped afterwards, with its state
 
         def forward_backward() -> None:
             with autocast(device, dtype):
-                out = losses_of(model, batch, divisor, config.label_smoothing, config.z_loss)
+                out = model(
+                    **batch.inputs(),
+                    target_count=divisor,
+                    label_smoothing=config.label_smoothing,
+                    z_loss=config.z_loss,
+                )
             scaler.scale(out.loss).backward()
 
+        def update() -> None:
+            update_parameters(model, optimizers, scaler, config.grad_clip)
+
         forward_backward()
-        if update:
-            optimizers = build_optimizers(model, config, device)  # dropped afterwards, with its state
-            update_parameters(list(model.parameters()), optimizers, scaler, config.grad_clip)
-            forward_backward()  # gradients to add to, as in the later micro-batches of a step
-        seconds = seconds_of(forward_backward, device)
+        update()
+        forward_backward()
+        seconds = seconds_of(forward_backward, device)  # with gradients to add to, as later micro-batches of a step
+        update_seconds = seconds_of(update, device)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        return Measured(seconds / batch_size, peak)
+        return Measured(seconds / batch_size, update_seconds, peak)
     finally:
         forget_peak(device)
         model.zero_grad(set_to_none=True)
@@ -153,9 +160,8 @@ def synchronise(device: torch.device) -> None:
 
 @torch.no_grad()
 def put_back(model: nn.Module, kept: list[Tensor]) -> None:
-    if kept:
-        for parameter, before in zip(model.parameters(), kept, strict=True):
-            parameter.copy_(before)
+    for parameter, before in zip(model.parameters(), kept, strict=True):
+        parameter.copy_(before)
 
 
 @contextmanager

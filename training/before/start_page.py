@@ -7,31 +7,34 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from dataset.lm_dataset import PretrainDataset
 from training.before.checks import notes_on
+from training.before.cost import cost_lines
 from training.before.prepare import Prepared
+from training.before.resume import describe_changes
 from training.config import OPTIONS, ROOT, Config
 from training.launcher import is_torchrun_worker
-from training.saving.state import TrainingState, describe_changes
+from training.saving.state import RunFacts
 
 
-def start_page(prepared: Prepared, world_size: int, state: TrainingState) -> list[str]:
-    """The lines before the first step: settings, data ledger, plan, and what a resume changes."""
-    config, checkpoint, choices = prepared.config, prepared.checkpoint, state.choices
+def start_page(prepared: Prepared, facts: RunFacts, predicted: dict[str, Any]) -> list[str]:
+    """The lines before the first step: settings, data ledger, cost, and what a resume changes."""
+    config, data, checkpoint, choices = prepared.config, prepared.data, prepared.checkpoint, facts.choices
     changed = [f"{name}={getattr(config, name)}" for name in OPTIONS if getattr(config, name) != OPTIONS[name].default]
     lines = [
         f"Settings: {', '.join(changed) or 'all defaults'}",
-        f"Device: {choices['device']}, {choices['dtype']}, threads: {choices['threads']}, ranks: {world_size}",
-        f"Data: {ledger_line(prepared.dataset)}",
+        f"Device: {choices.device}, {choices.dtype}, threads: {choices.threads}, ranks: {choices.world_size}",
+        f"Data: {ledger_line(data.train)}",
     ]
-    if prepared.validation:
-        lines.append(f"Validation: {ledger_line(prepared.validation)}")
-    lines += prepared.plan.lines(world_size)[: 1 if config.eval_only else None]
-    lines += [f"Note: {note}" for note in notes_on(config, prepared.plan.total_steps, choices["device"])]
+    if data.validation:
+        lines.append(f"Validation: {ledger_line(data.validation)}")
+    lines += cost_lines(predicted, choices.world_size)[: 1 if config.eval_only else None]
+    lines += [f"Note: {note}" for note in notes_on(config, prepared.clock.total_steps, choices.device)]
     if checkpoint:
         lines.append(f"Resuming {checkpoint.folder}")
-        changes = describe_changes(config, checkpoint.state, state)
+        changes = describe_changes(config, checkpoint.state, facts, prepared.clock, prepared.progress.rows_seen)
         lines += ["Changed on resume:", *changes] if changes else []
     elif config.from_resume:
         lines.append("*** No completed save found: this is a FRESH START, not a resume ***")

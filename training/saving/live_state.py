@@ -45,16 +45,6 @@ def refuse_differences(title: str, problems: list[str], remedy: str) -> None:
         raise CheckpointError(f"{title}:{shown}{more}\n{remedy}")
 
 
-def _differences(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    problems = [f"{name} is missing" for name in expected if name not in given]
-    problems += [f"{name} is not known to this model" for name in given if name not in expected]
-    for name in expected.keys() & given.keys():
-        want, have = expected[name], given[name]
-        if want.shape != have.shape:
-            problems.append(f"{name} has shape {list(have.shape)}, this model needs {list(want.shape)}")
-    return sorted(problems)
-
-
 @torch.no_grad()
 def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved parameters into a model, plain, compiled or DDP.
@@ -62,13 +52,17 @@ def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises CheckpointError, before anything is changed, unless every name, shape and type agrees.
     """
     parameters = named_parameters(model)
-    problems = _differences(parameters, tensors)
+    problems = [f"{name} is missing" for name in parameters.keys() - tensors.keys()]
+    problems += [f"{name} is not known to this model" for name in tensors.keys() - parameters.keys()]
     for name in parameters.keys() & tensors.keys():
-        if parameters[name].dtype != tensors[name].dtype:
-            problems.append(f"{name} is {tensors[name].dtype}, this model holds {parameters[name].dtype}")
+        want, have = parameters[name], tensors[name]
+        if want.shape != have.shape:
+            problems.append(f"{name} has shape {list(have.shape)}, this model needs {list(want.shape)}")
+        elif want.dtype != have.dtype:
+            problems.append(f"{name} is {have.dtype}, this model holds {want.dtype}")
     refuse_differences(
         "the saved parameters are those of another architecture",
-        problems,
+        sorted(problems),
         "Start with the model options the checkpoint was made with (they are in its state.json).",
     )
     for name, parameter in parameters.items():

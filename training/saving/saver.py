@@ -1,121 +1,54 @@
-"""Saves: when one is due, and how the two tiers - weights for use, state for resuming - reach the disk."""
+"""Checkpoints and weights: when one is due, and how both reach the disk while training goes on."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from errors import NonFinite, SaveFailed
-from storage.files import all_finite
+from storage.tensors import all_finite
 from training.config import Config
 from training.distributed import World
-from training.during.metrics import MetricsFile
-from training.saving.checkpoint import prune, read_manifest, weights_digest, write_checkpoint
-from training.saving.receipt import Receipt
-from training.saving.state import TrainingState
-from training.saving.weights import write_weights
-
-
-@dataclass
-class RunFiles:
-    """What the main process writes beside the saves."""
-
-    metrics: MetricsFile
-    receipt: Receipt
-    lock: Any  # held while this process trains in the folder
-
-
-class BackgroundWriter:
-    """Runs saves in a thread, one at a time; the loop pays only for the snapshot.
-
-    A failure surfaces as SaveFailed at the next `snapshot`, `submit` or `wait`. The thread is not a daemon: the
-    interpreter does not exit before the save has ended.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._buffers: dict[tuple[str, str], Tensor] = {}
-
-    def wait(self) -> None:
-        """Return when no save is running any more; raises SaveFailed if the last one failed, NonFinite if it
-        refused to save."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if isinstance(error, (SaveFailed, NonFinite)):
-            raise error
-        if error is not None:
-            raise SaveFailed(f"a save failed: {type(error).__name__}: {error}") from error
-
-    def submit(self, save: Callable[[], object]) -> None:
-        """Wait for the save before, then start this one."""
-        self.wait()
-        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint-writer", daemon=False)
-        self._thread.start()
-
-    def _run(self, save: Callable[[], object]) -> None:
-        try:
-            save()
-        except BaseException as error:  # handed to the main thread by wait()
-            self._error = error
-
-    @torch.no_grad()
-    def snapshot(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Copy tensors to host memory, laid out as `write_checkpoint` takes them.
-
-        The buffers are kept for the next snapshot (page faults cost more than the copy), so the last save must end.
-        From CUDA the copies go to pinned memory together, with one synchronisation.
-        """
-        self.wait()
-        devices: set[torch.device] = set()
-        copies: dict[str, dict[str, Tensor]] = {}
-        for file, entries in tensors.items():
-            copies[file] = {}
-            for name, tensor in entries.items():
-                buffer = self._buffer((file, name), tensor)
-                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-                copies[file][name] = buffer
-                if tensor.is_cuda:
-                    devices.add(tensor.device)
-        for device in devices:
-            torch.cuda.synchronize(device)
-        return copies
-
-    def _buffer(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[key] = buffer
-        return buffer
+from training.saving.background import BackgroundWriter
+from training.saving.checkpoint import amend_checkpoint, prune, weights_digest, write_checkpoint
+from training.saving.run_folder import RunFolder
+from training.saving.state import RunFacts, TrainingState
+from training.saving.weights import publish_copy, write_weights
+from training.schedule import Clock
 
 
 class Saver:
-    """Writes saves in the background. Every rank holds one, since random states are gathered; rank 0 writes."""
+    """Saves in the background. Every rank holds one, since random states are gathered; rank 0 writes.
+
+    Weights come first and the checkpoint last: a kill before it leaves weights that the resumed run writes again, a
+    kill after it nothing to be done. `on_saved` is called in the writer's thread.
+    """
 
     def __init__(
-        self, config: Config, world: World, state: TrainingState, card: dict[str, Any], files: RunFiles | None
+        self,
+        config: Config,
+        world: World,
+        state: TrainingState,
+        clock: Clock,
+        facts: RunFacts,
+        description: dict[str, Any],
+        folder: RunFolder,
     ):
-        self.config, self.world, self.state, self.card, self._files = config, world, state, card, files
-        self.folder: Path = config.run_folder
+        self.config, self.world, self.state, self.clock, self.facts = config, world, state, clock, facts
+        self.description, self.folder = description, folder
+        self.on_saved: Callable[[], None] = lambda: None
+        self.weights: Path = config.run_folder / f"{config.run_name}.pth"
+        self.best_weights: Path = config.run_folder / f"{config.run_name}_best.pth"
         self.writer = BackgroundWriter()
-        self.last_good_step = state.progress.step  # on the disk, whole
-        self._best_on_disk = state.progress.best_val_loss, state.progress.best_step
+        self.last_good_step = state.progress.step  # on the disk, whole; the same on all ranks once settled
+        self._written_step = 0  # the last one that this start handed to the writer, on all ranks
+        self._best_on_disk = state.progress.best
         self._last_time = time.monotonic()
-
-    @property
-    def files(self) -> RunFiles:
-        assert self._files is not None, "only the main process of a training run writes files"
-        return self._files
 
     @property
     def clock_is_due(self) -> bool:
@@ -127,41 +60,51 @@ class Saver:
         return self.config.save_interval > 0 and step % self.config.save_interval == 0
 
     def settle(self) -> None:
-        """Know how the save before ended. All ranks must call. If it failed, warns, and all ranks go back to the best
-        score whose weights are on the disk. Raises NonFinite if it found NaN or infinity."""
+        """Return when the last save has ended and all ranks know how. All ranks must call. If it failed, warns, and all
+        ranks go back to the best score whose weights are on the disk. Raises NonFinite if it found NaN or infinity."""
         progress = self.state.progress
         if self.world.is_main:
             try:
                 self.writer.wait()
             except SaveFailed as error:
                 print(f"Warning: {error}. The next save tries again.", file=sys.stderr, flush=True)
-                progress.best_val_loss, progress.best_step = self._best_on_disk
-        best = self.world.broadcast((progress.best_val_loss, progress.best_step))  # all ranks
-        progress.best_val_loss, progress.best_step = best
+                progress.best = self._best_on_disk
+        progress.best, self.last_good_step = self.world.broadcast((progress.best, self.last_good_step))  # all ranks
 
-    def save(self, best: bool = False) -> None:
+    def save(self, is_best: bool = False) -> None:
         """Save the last finished step. All ranks must call. Pays for a snapshot to host memory; the rest happens in the
-        background. `best`: this step's evaluation is the best so far."""
+        background. `is_best`: this step was evaluated, and is the best so far."""
         self.settle()  # all ranks
         states = self.world.gather(self.state.rng)  # all ranks
-        step = self.state.progress.step
+        step = self._written_step = self.state.progress.step
         self._last_time = time.monotonic()
         if self.world.is_main:
             tensors = self.writer.snapshot(self.state.tensors(states))
-            facts = self.state.facts(self.config)
-            self.writer.submit(lambda: self._write(step, tensors, facts, best))
-        self.world.broadcast(None)  # all ranks: one that went on would ask rank 0 for an answer it cannot give yet
+            state = self._state_json()
+            self.writer.submit(lambda: self._write(step, tensors, state, is_best))
+        self.world.barrier()  # all ranks: one that went on would ask rank 0 for an answer it cannot give yet
+
+    def note_evaluation(self, is_best: bool) -> None:
+        """Keep what the evaluation of the last finished step found: in its checkpoint, where there is one already, and
+        with its weights, where they are the best so far. All ranks must call."""
+        step = self.state.progress.step
+        if is_best and not self._written_step == self.last_good_step == step:
+            self.save(is_best)  # all ranks
+        elif self.last_good_step == step and self.world.is_main:
+            state = self._state_json()
+            self.writer.submit(lambda: self._amend(step, state, is_best))
 
     def finish(self) -> None:
-        """Have the last finished step on the disk. All ranks must call. Raises SaveFailed, on all, when the last try
-        fails: a run must not end well without its weights."""
+        """Have the last finished step on the disk, and its weights as the best if they are. All ranks must call. Raises
+        SaveFailed, on all, when the last try fails: a run must not end well without its weights."""
         progress, problem = self.state.progress, None
-        best, score = progress.best_step == progress.step, progress.best_val_loss
+        best = progress.best
         self.settle()  # all ranks
-        if self.world.broadcast(self.last_good_step) < progress.step:  # all ranks
-            if best:  # the save that failed was to hold it
-                progress.best_val_loss, progress.best_step = score, progress.step
-            self.save(best)  # all ranks
+        is_best = best[1] == progress.step
+        if self.last_good_step < progress.step or (is_best and progress.best != best):
+            if is_best:  # what failed was to hold it
+                progress.best = best
+            self.save(is_best)  # all ranks
         try:
             self.writer.wait()
         except SaveFailed as error:
@@ -169,26 +112,45 @@ class Saver:
         if problem := self.world.broadcast(problem):  # all ranks
             raise SaveFailed(problem)
 
-    def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any], best: bool) -> None:
-        """In the writer's thread, main process only. The resume state comes last: a kill before it leaves weights
-        that the resumed run writes again, a kill after it nothing to be done."""
+    def _state_json(self) -> dict[str, Any]:
+        return self.state.as_json(self.facts, self.clock.lr(self.state.progress.rows_seen))
+
+    def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], is_best: bool) -> None:
+        """In the writer's thread, main process only."""
         refuse_non_finite(step, {**tensors["model"], **tensors["optimizer"]})
-        self.files.metrics.sync()  # the lines up to this step are on disk before the save counts
+        self.folder.sync()  # the lines up to this step are on disk before the checkpoint counts
         weights = dict(tensors["model"])
         if "lm_head.weight" not in weights:  # tied; MiniMind's files name the head too
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        name, progress = self.config.run_name, facts["progress"]
-        card = {**self.card, "step": step, "val_loss": progress["best_val_loss"] if best else None}
-        digest, folder = write_weights(self.folder / f"{name}.pth", weights, card), ""
-        if best:
-            write_weights(self.folder / f"{name}_best.pth", weights, card)
-            self._best_on_disk = progress["best_val_loss"], step
+        digest = write_weights(self.weights, weights, {**self.description, "step": step, "val_loss": None})
+        place = ""
+        if is_best:
+            self._publish_best(step, state)
         if self.config.save_state:
-            saved = write_checkpoint(self.config.resume_folder, step, tensors, facts)
-            digest, folder = weights_digest(read_manifest(saved)), str(saved.relative_to(self.folder))
-            prune(self.config.resume_folder, self.config.keep_checkpoints, {step, progress["best_step"]})
+            manifest = write_checkpoint(self.config.resume_folder, step, tensors, state)
+            digest, place = weights_digest(manifest), f"resume/step_{step:08d}"
+            self._prune(step, state)
         self.last_good_step = step
-        self.files.receipt.add_save(step, digest, folder)
+        self.folder.note_save(step, digest, place)
+        self.on_saved()
+
+    def _amend(self, step: int, state: dict[str, Any], is_best: bool) -> None:
+        """In the writer's thread, main process only."""
+        self.folder.sync()
+        if is_best:
+            self._publish_best(step, state)
+        if self.config.save_state:
+            amend_checkpoint(self.config.resume_folder, step, state)
+            self._prune(step, state)
+        self.on_saved()
+
+    def _publish_best(self, step: int, state: dict[str, Any]) -> None:
+        score = state["progress"]["best_val_loss"]
+        publish_copy(self.weights, self.best_weights, val_loss=score)
+        self._best_on_disk = score, step
+
+    def _prune(self, step: int, state: dict[str, Any]) -> None:
+        prune(self.config.resume_folder, self.config.keep_checkpoints, {step, state["progress"]["best_step"]})
 
 
 def refuse_non_finite(step: int, tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The plan's figures against counts made by hand."""
+"""What a run is estimated to cost, against counts made by hand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from runs import replaced, run_folder, train
-from training.before.cost import Plan, duration, make_plan, mebibytes, model_bytes
+from training.before.cost import Cost, Measured, cost_lines, estimate_cost, model_bytes, predict
 from training.before.start_model import model_shape
+from training.choices import Choices
 from training.config import Config
-from training.schedule import Progress, make_layout, make_schedule
+from training.schedule import Clock, Epochs, Progress, choose_batch_size, choose_global_batch, make_clock
+from training.words import duration, mebibytes
 
 
 def shape(**settings) -> MiniMindForCausalLM:
@@ -24,15 +26,24 @@ def shape(**settings) -> MiniMindForCausalLM:
 
 
 def two_rows() -> SimpleNamespace:
-    """Rows of 8 positions: one piece of 8 tokens, and pieces of 5 and 3."""
+    """Rows of 8 positions: one segment of 8 tokens, and segments of 5 and 3."""
     plan = SimpleNamespace(piece_length=np.array([8, 5, 3]))
     return SimpleNamespace(plan=plan, row_targets=np.array([8, 8], np.int32))
 
 
-def plan_of(model: MiniMindForCausalLM, **settings) -> Plan:
-    config = Config(**settings)
-    layout = make_layout(config, rows=2, world_size=1)
-    return make_plan(model, config, two_rows(), layout, make_schedule(config, layout, Progress()), done=0)
+def clock_of(config: Config, rows: int, ranks: int = 1, progress: Progress | None = None) -> tuple[Clock, Choices]:
+    epochs = Epochs(rows, choose_global_batch(config, ranks))
+    choices = Choices("cpu", "float32", 1, ranks, choose_batch_size(config, epochs, ranks))
+    return make_clock(config, epochs, progress or Progress()), choices
+
+
+def cost_of(model: MiniMindForCausalLM, **settings) -> Cost:
+    return estimate_cost(model, Config(**settings), two_rows())
+
+
+def lines_of(model: MiniMindForCausalLM, measured: Measured | None = None, ranks: int = 1, **settings) -> list[str]:
+    clock, choices = clock_of(Config(**settings), 2, ranks)
+    return cost_lines(predict(cost_of(model, **settings), clock, choices, 0, 0, measured), ranks)
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -44,7 +55,7 @@ PAIRS = (8 * 9 + 5 * 6 + 3 * 4) // 2  # each token attends to those before it in
 
 
 def test_a_dense_model_s_parameters_and_flops_agree_with_a_hand_count():
-    plan = plan_of(shape(**SMALL))
+    plan = cost_of(shape(**SMALL))
     total = EMBEDDING + 2 * (LAYER + EXPERT) + 32
     assert plan.parameters == plan.active_parameters == total == 235_744
     assert plan.matmul_parameters == total - VECTORS  # the tied head once, the look-up not at all
@@ -52,24 +63,24 @@ def test_a_dense_model_s_parameters_and_flops_agree_with_a_hand_count():
 
 
 def test_a_mixture_of_experts_counts_active_ones_only():
-    plan = plan_of(shape(**SMALL, use_moe=True, num_experts=4, num_experts_per_tok=1), use_moe=1)
+    plan = cost_of(shape(**SMALL, use_moe=True, num_experts=4, num_experts_per_tok=1), use_moe=1)
     router = 4 * 32
     assert plan.parameters == EMBEDDING + 2 * (LAYER + router + 4 * EXPERT) + 32
     assert plan.active_parameters == EMBEDDING + 2 * (LAYER + router + EXPERT) + 32
     assert plan.matmul_parameters == plan.active_parameters - VECTORS
-    two = plan_of(shape(**SMALL, use_moe=True, num_experts_per_tok=2))
+    two = cost_of(shape(**SMALL, use_moe=True, num_experts_per_tok=2))
     assert two.active_parameters - plan.active_parameters == 2 * EXPERT
 
 
 def test_an_untied_embedding_costs_parameters_but_no_flops():
-    tied, untied = plan_of(shape(**SMALL)), plan_of(shape(**SMALL, tie_word_embeddings=False))
+    tied, untied = cost_of(shape(**SMALL)), cost_of(shape(**SMALL, tie_word_embeddings=False))
     assert untied.parameters - tied.parameters == EMBEDDING
     assert untied.flops_per_token == tied.flops_per_token
 
 
 def test_minimind_s_two_models_have_64_and_198_million_parameters():
-    assert plan_of(shape()).parameters == 63_912_192
-    moe = plan_of(shape(use_moe=True))
+    assert cost_of(shape()).parameters == 63_912_192
+    moe = cost_of(shape(use_moe=True))
     assert (moe.parameters, moe.active_parameters) == (198_416_640, 63_936_768)
 
 
@@ -86,24 +97,24 @@ def test_flops_of_a_token_equal_those_torch_counts_for_a_step():
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     products = sum(flops for op, flops in counts.items() if "attention" not in op)
     row = SimpleNamespace(plan=SimpleNamespace(piece_length=np.array([seq])), row_targets=np.array([seq], np.int32))
-    config = Config()
-    layout = make_layout(config, 1, 1)
-    plan = make_plan(model, config, row, layout, make_schedule(config, layout, Progress()), 0)
+    plan = estimate_cost(model, Config(), row)
     attention = 12 * 2 * 32 * (seq + 1) / 2
     assert products == seq * (plan.flops_per_token - attention)
 
 
 def test_steps_tokens_and_time_follow_from_rows_and_ranks():
     config = Config(epochs=3, batch_size=2, accumulation_steps=2)
-    layout = make_layout(config, rows=10, world_size=2)
     dataset = SimpleNamespace(plan=two_rows().plan, row_targets=np.full(10, 7, np.int32))
-    plan = make_plan(shape(**SMALL), config, dataset, layout, make_schedule(config, layout, Progress()), done=4)
-    assert (plan.global_batch_size, plan.batch_size, plan.accumulation_steps) == (8, 2, 2)
-    assert (plan.steps_per_epoch, plan.total_steps, plan.rows, plan.rows_left) == (2, 6, 10, 26)
-    assert (plan.tokens_per_epoch, plan.tokens_per_step) == (70, 56)
-    assert plan.tokens_per_parameter == 70 / 235_744
-    assert plan.estimated_seconds is None
-    assert plan.measured(layout, seconds_per_row=3.0, peak_bytes=None).estimated_seconds == 3.0 * 26 / 2
+    cost = estimate_cost(shape(**SMALL), config, dataset)
+    clock, choices = clock_of(config, rows=10, ranks=2)
+    found = predict(cost, clock, choices, 8, 1, None)
+    assert (found["global_batch_size"], found["batch_size"], found["accumulation_steps"]) == (8, 2, 2)
+    assert (found["steps_per_epoch"], found["total_steps"], found["rows"], found["rows_left"]) == (2, 6, 10, 22)
+    assert (found["tokens_per_epoch"], found["tokens_per_step"]) == (70, 56)
+    assert found["tokens_per_parameter"] == 70 / 235_744
+    assert found["estimated_seconds"] is None
+    measured = Measured(seconds_per_row=3.0, seconds_per_update=0.5)
+    assert predict(cost, clock, choices, 8, 1, measured)["estimated_seconds"] == 3.0 * 22 / 2 + 0.5 * 5
 
 
 def test_a_state_holds_parameters_and_two_moments_and_muon_one_of_its_matrices():
@@ -149,18 +160,18 @@ def test_small_and_large_sizes_are_told_in_mebibytes():
 
 
 def test_the_lines_tell_size_step_run_disk_and_memory():
-    plan = plan_of(shape(**SMALL, use_moe=True), use_moe=1, epochs=3, batch_size=1, accumulation_steps=1)
-    layout = make_layout(Config(batch_size=1, accumulation_steps=1), 2, 1)
-    lines = plan.measured(layout, 2000.0, 3 * 2**30).lines(world_size=1)
-    assert lines == [
+    settings = {"use_moe": 1, "epochs": 3, "batch_size": 1, "accumulation_steps": 1}
+    measured = Measured(seconds_per_row=2000.0, seconds_per_update=0.0, peak_bytes=3 * 2**30)
+    assert lines_of(shape(**SMALL, use_moe=True), measured, **settings) == [
         "Model: 0.31 M parameters, 0.24 M active, 1.4 MFLOPs a token",
         "Step: 1 rows = 1 x 1 micro-batches x 1 rank, about 8 tokens",
-        "Run: 6 steps, 2 an epoch of 16 tokens (0.00 tokens a parameter), about 3 h 20 min",
+        "Run: 6 steps, 2 an epoch of 16 tokens (0.00 tokens a parameter), about 3 h 20 min by a dry step; log lines "
+        "say what is left",
         "Disk: 0.6 MiB of weights, 3.5 MiB a resume state",
         "Memory: 4.7 MiB of parameters, gradients and optimizer state; 3.00 GiB at the peak of a dry step",
     ]
-    short = plan_of(shape(**SMALL)).lines(world_size=2)
-    assert short[1] == "Step: 256 rows (the data have 2) = 2 x 128 micro-batches x 2 ranks, about 16 tokens"
+    short = lines_of(shape(**SMALL), ranks=2)
+    assert short[1] == "Step: 512 rows (the data have 2) = 1 x 256 micro-batches x 2 ranks, about 16 tokens"
     assert short[2].endswith("tokens a parameter)")  # no dry step, no time
 
 
