@@ -119,7 +119,8 @@ class Config:
     use_compile: str = option("auto", "speed", "torch.compile; auto: when the run is long enough to repay it", SHOWN,
                               choices=("auto", "0", "1"))  # fmt: skip
     threads: int = option(
-        0, "speed", "CPU threads of a rank; 0: torch's choice, on resume the saved run's", SHOWN, low=0, high=1024
+        0, "speed", "CPU threads of a rank; 0: its share of the cores, on resume the saved run's", SHOWN, low=0,
+        high=1024,
     )  # fmt: skip
     activation_checkpointing: int = option(0, "speed", "1: recompute blocks in backward to save memory", **SWITCH)
     auto_batch: int = option(1, "speed", "1: on CUDA, halve batch_size until a dry step fits in memory", **SWITCH)
