@@ -92,7 +92,10 @@ class Config:
 
     # --- optimization ---
     epochs: int = option(2, "optimization", "passes over the data", SHOWN, low=1, high=1_000_000)
-    max_steps: int = option(0, "optimization", "total steps, data cycling; replaces epochs when > 0", SHOWN, low=0)
+    max_steps: int = option(
+        0, "optimization", "total steps, data cycling, in place of epochs; with --epochs: the first of both", SHOWN,
+        low=0,
+    )  # fmt: skip
     batch_size: int = option(32, "optimization", "rows in a micro-batch on one rank", low=1, high=1_048_576)
     accumulation_steps: int = option(8, "optimization", "micro-batches a rank adds up in a step", low=1, high=1_048_576)
     global_batch_size: int = option(
