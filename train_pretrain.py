@@ -22,8 +22,10 @@ from contextlib import ExitStack, closing
 from errors import NonFinite, SaveFailed, StopRequested, UserError
 from training.command_line import load_config, load_config_or_exit, report
 from training.config import Config
+from training.cpu import set_waiting_policy
 
 if __name__ == "__main__":
+    set_waiting_policy(os.environ)  # counts only before torch loads OpenMP
     CONFIG = load_config_or_exit()  # answers --help and misspelt options before torch is imported, which takes seconds
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until StopSignal takes over there is nothing to say
 

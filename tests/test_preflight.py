@@ -122,13 +122,14 @@ def test_where_memory_cannot_be_told_nothing_is_refused(monkeypatch):
     assert check_memory(Config(device="cpu"), model_of(10**12), 10**13) == []
 
 
-def test_a_container_s_limit_counts_where_it_is_lower(monkeypatch):
-    whole = host_memory_bytes()
-    assert whole > 2**28
-    for text, expected in (("max\n", None), ("1000000\n", 1_000_000), (f"{10**15}\n", None)):
-        monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
-        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        assert host_memory_bytes() == (expected or machine)
+def test_a_container_s_limit_counts_where_it_is_lower(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for text, expected in (("max\n", whole), ("1000000\n", 1_000_000), (f"{10**15}\n", whole)):
+        (tmp_path / "sys/fs/cgroup/memory.max").write_text(text)
+        assert host_memory_bytes(tmp_path) == expected
 
 
 def test_disk_counts_states_to_keep_and_two_more_and_weights_thrice(monkeypatch, tmp_path):
@@ -186,9 +187,10 @@ def test_settings_that_do_no_harm_run_and_are_noted(flags, arguments, corpus, tm
     assert any(line.startswith(HARMLESS[flags]) for line in said), said
 
 
-def test_epochs_beside_max_steps_are_not_refused(arguments):
+def test_epochs_beside_max_steps_are_not_refused(arguments, capsys):
     train(arguments, "--max_steps", 5)
     assert final_state(arguments)["progress"]["step"] == 5
+    assert notes_in(capsys.readouterr().out) == ["--epochs 1: --max_steps 5 comes first; --max_steps 0 goes by epochs"]
 
 
 def test_what_an_evaluation_has_no_use_for_is_noted(arguments, corpus, capsys):

@@ -1,40 +1,15 @@
-"""What the README says is what the program does.
-
-`python tests/test_readme.py` writes the table of flags into both READMEs.
-"""
+"""What the README says is what the program does."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from training.command_line import load_config  # noqa: E402
-from training.config import OPTIONS  # noqa: E402 - also run as a script, from anywhere
-
-READMES = ["README.md", "README_zh.md"]
-MARKED = re.compile(r"(<!-- flags: .*? -->\n)(.*?)(<!-- end of flags -->)", re.DOTALL)
-
-
-def flag_table() -> str:
-    """Every option with default and meaning, a table a group."""
-    groups: dict[str, list[str]] = {}
-    for name, entry in OPTIONS.items():
-        default = entry.default if entry.default != "" else "(empty)"
-        choices = entry.metadata.get("choices", ())
-        values = "" if choices in ((), (0, 1)) else f"; one of {', '.join(map(str, choices))}"
-        text = (entry.metadata["help"] + values).replace("|", "\\|")
-        groups.setdefault(entry.metadata["group"], []).append(f"| `--{name}` | {default} | {text} |")
-    return "\n".join(
-        f"**{group}**\n\n| flag | default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
-        for group, rows in groups.items()
-    )
+from runs import ROOT
+from scripts.update_readme import MARKED, READMES, flag_table
+from training.command_line import load_config
 
 
 def commands(readme: str) -> list[list[str]]:
@@ -48,7 +23,7 @@ def commands(readme: str) -> list[list[str]]:
 @pytest.mark.parametrize("readme", READMES)
 def test_the_table_of_flags_is_the_parser_s(readme: str) -> None:
     found = MARKED.search((ROOT / readme).read_text(encoding="utf-8"))
-    assert found and found[2] == flag_table(), "run `python tests/test_readme.py`"
+    assert found and found[2] == flag_table(), "run `python scripts/update_readme.py`"
 
 
 @pytest.mark.parametrize("readme", READMES)
@@ -64,9 +39,3 @@ def test_every_command_in_the_readme_is_accepted_by_the_parser(readme: str, monk
 def test_every_file_the_readme_links_to_exists(readme: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / readme).read_text(encoding="utf-8"))
     assert [link for link in links if not (ROOT / link).exists()] == []
-
-
-if __name__ == "__main__":
-    for name in READMES:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        (ROOT / name).write_text(MARKED.sub(lambda found: found[1] + flag_table() + found[3], text), encoding="utf-8")

@@ -407,17 +407,17 @@ def test_a_resume_on_other_validation_texts_forgets_the_best_score_and_says_so(a
 # --- resolved choices and the receipt ---
 
 
-def test_the_saved_thread_count_is_used_again_and_another_one_is_announced(arguments, capsys):
+def test_the_saved_thread_count_is_used_again_and_another_one_is_announced(arguments, capsys, monkeypatch):
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
         train(arguments, "--stop_after", 2)
-        torch.set_num_threads(1)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
         train(arguments, "--from_resume", 1, "--stop_after", 4)
         assert torch.get_num_threads() == 2
         out = capsys.readouterr().out
         assert "not bit-exact" not in out
-        assert "Threads: 2 as in the saved run; --threads 1 is what this start was offered" in out
+        assert "Threads: 2 as in the saved run; this start alone would take 1 as OMP_NUM_THREADS says" in out
         train(arguments, "--from_resume", 1, "--threads", 1, "--stop_after", 6)
         assert torch.get_num_threads() == 1
         out = capsys.readouterr().out

@@ -319,10 +319,11 @@ def test_a_run_without_states_offers_its_weights_as_a_beginning_and_they_are_one
     train(arguments, "--from_weight", "pretrain", "--save_weight", "NEW")
 
 
-def test_epochs_beside_the_saved_run_s_max_steps_are_refused(arguments, capsys):
+def test_epochs_beside_a_saved_max_steps_are_noted(arguments, capsys):
     train(without(arguments, "epochs"), "--max_steps", 4)
-    train(without(arguments, "epochs"), "--from_resume", 1, "--epochs", 3, expect=2)
-    assert "--max_steps 4 replaces it" in capsys.readouterr().err
+    train(without(arguments, "epochs"), "--from_resume", 1, "--epochs", 3)
+    assert "Note: --epochs 3: --max_steps 4 comes first" in capsys.readouterr().out
+    assert max(logged(arguments)) == 4
     train(without(arguments, "epochs"), "--from_resume", 1, "--epochs", 1, "--max_steps", 0)
     assert max(logged(arguments)) == 13
 

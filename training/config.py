@@ -93,7 +93,10 @@ class Config:
 
     # --- optimization ---
     epochs: int = option(2, "optimization", "passes over the data", SHOWN, low=1, high=1_000_000)
-    max_steps: int = option(0, "optimization", "total steps, data cycling; replaces epochs when > 0", SHOWN, low=0)
+    max_steps: int = option(
+        0, "optimization", "total steps, data cycling, in place of epochs; with --epochs: the first of both", SHOWN,
+        low=0,
+    )  # fmt: skip
     batch_size: int = option(32, "optimization", "rows in a micro-batch on one rank", low=1, high=1_048_576)
     accumulation_steps: int = option(8, "optimization", "micro-batches a rank adds up in a step", low=1, high=1_048_576)
     global_batch_size: int = option(
@@ -120,7 +123,8 @@ class Config:
     use_compile: str = option("auto", "speed", "torch.compile; auto: when the run is long enough to repay it", SHOWN,
                               choices=("auto", "0", "1"))  # fmt: skip
     threads: int = option(
-        0, "speed", "CPU threads of a rank; 0: torch's choice, on resume the saved run's", SHOWN, low=0, high=1024
+        0, "speed", "CPU threads of a rank; 0: its share of the cores, on resume the saved run's", SHOWN, low=0,
+        high=1024,
     )  # fmt: skip
     activation_checkpointing: int = option(0, "speed", "1: recompute blocks in backward to save memory", **SWITCH)
     auto_batch: int = option(1, "speed", "1: on CUDA, halve batch_size until a dry step fits in memory", **SWITCH)

@@ -18,6 +18,7 @@ from training.before.start_page import start_page
 from training.choices import Choices, saved_choices
 from training.compiling import choose_compile, compile_model
 from training.config import ROOT, Config
+from training.cpu import choose_threads
 from training.device import choose_dtype, set_deterministic
 from training.distributed import World
 from training.during.console import Console
@@ -114,15 +115,13 @@ def resolve_choices(prepared: Prepared, world: World) -> tuple[Choices, list[str
     saved, notes = saved_choices(checkpoint.state) if checkpoint else {}, []
     dtype = choose_dtype(config.dtype, world.device) if config.dtype != "auto" or not saved else saved["dtype"]
     same_place = saved and (saved["device"], saved["world_size"]) == (world.device.type, world.size)
-    offered = torch.get_num_threads()
-    if threads := config.threads or (saved["threads"] if same_place else 0):
-        torch.set_num_threads(threads)
-        if threads != (config.threads or offered):
-            notes.append(f"Threads: {threads} as in the saved run; --threads {offered} is what this start was offered")
+    threads = choose_threads(config.threads, saved["threads"] if same_place else 0, torch.get_num_threads())
+    torch.set_num_threads(threads.count)
+    notes.append(threads.line())
     choices = Choices(
         device=world.device.type,
         dtype=str(dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(),
+        threads=threads.count,
         world_size=world.size,
         batch_size=choose_batch_size(config, prepared.clock, world.size),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from training.before.cost import mebibytes
+from training.cgroup import SYSTEM, memory_limit
 from training.config import Config
 from training.device import choose_device
 from training.launcher import environment_rank
@@ -103,16 +104,13 @@ def check_memory(config: Config, model: torch.nn.Module, training_bytes: int) ->
     ]
 
 
-def host_memory_bytes() -> int:
+def host_memory_bytes(system: Path = SYSTEM) -> int:
     """Memory of this machine, or of the container around us; 0 where it cannot be told (Windows)."""
     try:
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 0
-    try:
-        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # another system, or no limit ("max")
-        return whole
+    return int(min(whole, memory_limit(system)))
 
 
 def amount(count: int) -> str:

@@ -105,6 +105,11 @@ REFUSED = (
 
 NOTED = (
     Rule(
+        "epochs",
+        lambda c, known: "epochs" in c.flags and 0 < c.max_steps == known.total_steps and not c.eval_only,
+        "--max_steps {c.max_steps} comes first; --max_steps 0 goes by epochs",
+    ),
+    Rule(
         "accumulation_steps",
         lambda c, known: {"accumulation_steps", "global_batch_size"} <= c.flags and c.global_batch_size > 0,
         "--global_batch_size {c.global_batch_size} sets the rows of a step; this follows from it",

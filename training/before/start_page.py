@@ -19,7 +19,7 @@ def start_page(prepared: Prepared, facts: RunFacts, predicted: dict[str, Any]) -
     changed = [f"{name}={getattr(config, name)}" for name in OPTIONS if getattr(config, name) != OPTIONS[name].default]
     lines = [
         f"Settings: {', '.join(changed) or 'all defaults'}",
-        f"Device: {choices.device}, {choices.dtype}, threads: {choices.threads}, ranks: {choices.world_size}",
+        f"Device: {choices.device}, {choices.dtype}, ranks: {choices.world_size}",
         f"Data: {ledger_line(data.train)}",
     ]
     if data.validation:
