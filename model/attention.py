@@ -1,7 +1,7 @@
 """Causal attention inside the segments of a batch: what all blocks share, and the kernels behind it.
 
 A packed row holds several segments (a document, or a part of one), and no token may see another segment. Three ways:
-  sdpa       one boolean mask [batch, 1, seq, seq] for `scaled_dot_product_attention`; runs everywhere.
+  sdpa       one mask [batch, 1, seq, seq] for `scaled_dot_product_attention`; runs everywhere.
   segments  matrix products segment by segment (model/segment_attention.py); CPU, no attention dropout.
   varlen     cumulative segment lengths for flash kernels that never look outside a segment; CUDA, half precision,
              no attention dropout.
@@ -28,7 +28,7 @@ VARLEN_GQA: dict[str, Any] = (
 class AttentionPattern(NamedTuple):
     """Who attends to whom in this batch; made once and shared by all blocks."""
 
-    mask: Tensor | None = None  # bool, broadcastable to [batch, heads, queries, keys]; True = may attend
+    mask: Tensor | None = None  # to [batch, heads, queries, keys]: bool, True = may attend, or added to the scores
     causal: bool = False  # plain causal attention without a mask
     segment_ids: Tensor | None = None  # [batch, seq] (segments)
     boundaries: Tensor | None = None  # int32 [segments + 1], cumulative lengths over the flattened batch (varlen)
@@ -44,6 +44,12 @@ def segment_mask(segment_ids: Tensor) -> Tensor:
     causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
     same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)
     return (same & causal).unsqueeze(1)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bool mask as what is added to scores in `dtype`, that of q. Each layer would otherwise make one and keep it
+    for backward, since the kernels know no other kind."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def segment_boundaries(segment_ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 
 from model.attention import (
     AttentionPattern,
+    additive,
     causal_pattern,
     choose_backend,
     segment_boundaries,
@@ -178,11 +179,11 @@ class MiniMindForCausalLM(PreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
     def _segment_pattern(self, segment_ids: Tensor, boundaries: Tensor | None, longest: int | None) -> AttentionPattern:
-        weight, dropout = self.lm_head.weight, self.config.dropout if self.training else 0.0
+        dtype, dropout = compute_dtype(self.lm_head.weight), self.config.dropout if self.training else 0.0
         backend = self.attention_backend if self.config.flash_attn else "sdpa"
-        chosen = choose_backend(backend, segment_ids.device, compute_dtype(weight), dropout, self.config.head_dim)
+        chosen = choose_backend(backend, segment_ids.device, dtype, dropout, self.config.head_dim)
         if chosen == "sdpa":
-            return AttentionPattern(mask=segment_mask(segment_ids))
+            return AttentionPattern(mask=additive(segment_mask(segment_ids), dtype))
         if chosen == "segments":
             return AttentionPattern(segment_ids=segment_ids)
         if boundaries is None:  # host sync

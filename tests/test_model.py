@@ -10,6 +10,7 @@ from torch.nn.attention import varlen
 import model.moe as experts
 from model.attention import (
     AttentionPattern,
+    additive,
     attend,
     cached_mask,
     choose_backend,
@@ -160,6 +161,36 @@ def test_no_gradient_flows_from_one_document_into_another(flash_attn):
 def test_the_document_mask_allows_the_past_of_the_same_document_only():
     mask = segment_mask(torch.tensor([[0, 0, 1, 1, -1]]))[0, 0].int().tolist()
     assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_added_mask_has_the_bits_of_the_bool_one(dtype):
+    generator, mask = torch.Generator().manual_seed(2), segment_mask(torch.tensor([[0] * 9 + [1] * 6 + [-1]]))
+    inputs = [torch.randn(1, 16, heads, 8, generator=generator).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    results = []
+    for given in (mask, additive(mask, dtype)):
+        out = attend(*inputs, AttentionPattern(mask=given))
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_layers_keep_the_same_mask_for_backward(dtype):
+    model, row, kept = build(num_hidden_layers=4), pack(some_documents([9, 14]), 24), set()
+    model.attention_backend = "sdpa"
+
+    def note(x):
+        if x.shape[-2:] == (24, 24):
+            kept.add((x.untyped_storage().data_ptr(), x.dtype))
+        return x
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, dtype != torch.float32),
+    ):
+        loss = model(**row).loss
+    assert loss.requires_grad
+    assert [found for _, found in kept] == [dtype]
 
 
 @pytest.mark.parametrize("lengths", [[7, 1, 30], [600], [300, 200, 90]])
