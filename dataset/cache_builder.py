@@ -26,6 +26,7 @@ from storage.hashed_file import HashedFile
 
 BATCH_BYTES = 1 << 20  # of text per call of the tokenizer: enough for many cores, little enough to hold three of them
 BATCH_CHUNKS = 1 << 13
+SORTED_HASHES = 1 << 22  # at a time, when duplicates are counted: 32 MiB
 ENCODERS = 2  # calls in flight: while one call's last text is being encoded, the cores work on the next
 
 
@@ -217,9 +218,6 @@ class _Writer:
 
 def _ledger(reader: TextReader, writer: _Writer, folder: Path) -> dict[str, Any]:
     read = reader.ledger
-    hashes = np.fromfile(folder / "document_hashes.bin", np.uint64)
-    hashes.sort()
-    duplicates = int((hashes[1:] == hashes[:-1]).sum())
     text_tokens = writer.tokens - 2 * writer.documents
     return {
         "files": read.files,
@@ -230,13 +228,34 @@ def _ledger(reader: TextReader, writer: _Writer, folder: Path) -> dict[str, Any]
         "tokens": writer.tokens,  # bos and eos included
         "bytes_per_token": writer.text_bytes / text_tokens if text_tokens else 0.0,  # of the text alone
         "longest_document": writer.longest,  # tokens
-        "exact_duplicates": duplicates,
+        "exact_duplicates": count_duplicates(folder / "document_hashes.bin"),
         "blank_lines": read.blank_lines,
         "empty_texts": read.empty_texts + writer.empty,
         "duplicate_keys": read.duplicate_keys,
         "other_part": writer.other_part,
         "rejected": dict(read.rejected),
     }
+
+
+def count_duplicates(path: Path) -> int:
+    """Hashes in a file of uint64 that occur earlier in it too. Memory is bounded: of many, those whose remainder is
+    0, 1, .. are sorted in turn, each time reading the file."""
+    turns = np.uint64(path.stat().st_size // (8 * SORTED_HASHES) + 1)
+    duplicates = 0
+    for turn in range(int(turns)):
+        parts = [part[part % turns == turn] for part in read_hashes(path)]
+        hashes = np.concatenate([np.empty(0, np.uint64), *parts])
+        del parts
+        hashes.sort()
+        duplicates += int(np.count_nonzero(hashes[1:] == hashes[:-1]))
+    return duplicates
+
+
+def read_hashes(path: Path) -> Iterator[np.ndarray]:
+    """A file of uint64 in parts of 1 MiB: read, not mapped, which leaves no pages in the process."""
+    with open(path, "rb") as file:
+        while len(part := np.fromfile(file, np.uint64, 1 << 17)):
+            yield part
 
 
 def _metadata(request: CacheRequest, reader: TextReader, ledger: dict, entries: dict[str, dict]) -> dict[str, Any]:
@@ -259,6 +278,8 @@ def _metadata(request: CacheRequest, reader: TextReader, ledger: dict, entries: 
                 "path": str(file.path),
                 "bytes": file.size,
                 "mtime_ns": file.mtime_ns,
+                "ctime_ns": file.ctime_ns,
+                "sample_sha256": file.sample_digest(),
                 "sha256": reader.digests[str(file.path)],
             }
             for file in request.files
