@@ -48,8 +48,7 @@ def build_cache(folder: Path, request: CacheRequest, say: Callable[[str], None],
         ledger = _ledger(reader, writer, temporary)
         if not ledger["documents"]:
             raise DataError(_no_document(request, ledger))
-        entries = {f"{name}.bin": file.entry for name, file in writer.files.items()}
-        write_metadata(temporary, _metadata(request, reader, ledger, entries))
+        write_metadata(temporary, _metadata(request, reader, writer, ledger))
     text_mb = ledger["bytes"] / 1e6
     speed = f"{seconds:.1f} s, {text_mb / max(seconds, 1e-9):.1f} MB/s"
     say(f"tokenised {ledger['documents']:,} documents, {text_mb:,.1f} MB, into {ledger['tokens']:,} tokens ({speed})")
@@ -82,6 +81,7 @@ class _Batch:
     document_hashes: list[int] = field(default_factory=list)
     text_bytes: int = 0
     other_part: int = 0  # documents passed over because the other part holds them
+    has_markup: bool = False  # here or before: a text holds an added token's name
 
     def full(self) -> bool:
         return self.text_bytes >= BATCH_BYTES or len(self.chunks) >= BATCH_CHUNKS
@@ -95,7 +95,7 @@ class _Encoded:
 
 
 def _batches(reader: TextReader, request: CacheRequest) -> Iterator[_Batch]:
-    batch = _Batch()
+    batch, has_markup = _Batch(), False
     for document in reader:
         size = len(document.utf8)
         number = int.from_bytes(hashlib.blake2b(document.utf8, digest_size=8).digest(), "little")
@@ -103,6 +103,7 @@ def _batches(reader: TextReader, request: CacheRequest) -> Iterator[_Batch]:
             batch.other_part += 1
             continue
         text, document.utf8 = document.text, b""  # the reader still holds the document
+        batch.has_markup = has_markup = has_markup or request.tokenizer.holds_markup(text)
         chunks = iter([text]) if size <= BATCH_BYTES else request.tokenizer.chunks(text)
         chunk = next(chunks, None)
         opens = True
@@ -170,6 +171,7 @@ class _Writer:
         self.tokens = self.documents = self.text_bytes = self.empty = self.other_part = 0
         self.open_length = 0  # tokens of the document whose last chunk has not come yet
         self.longest = 0
+        self.has_markup = False
 
     def write(self, encoded: _Encoded, reader: TextReader) -> None:
         batch = encoded.batch
@@ -197,6 +199,7 @@ class _Writer:
         self.text_bytes += int(sizes.sum())
         self.empty += int((~kept).sum())
         self.other_part += batch.other_part
+        self.has_markup |= batch.has_markup
         self.longest = max(self.longest, int(lengths.max(initial=0)))
 
     def _announce(self, encoded: _Encoded, reader: TextReader) -> None:
@@ -258,12 +261,12 @@ def read_hashes(path: Path) -> Iterator[np.ndarray]:
             yield part
 
 
-def _metadata(request: CacheRequest, reader: TextReader, ledger: dict, entries: dict[str, dict]) -> dict[str, Any]:
+def _metadata(request: CacheRequest, reader: TextReader, writer: _Writer, ledger: dict) -> dict[str, Any]:
     tokenizer = request.tokenizer
     return {
         "version": VERSION,
         "dtype": np.dtype(token_dtype(tokenizer.vocab_size)).name,
-        "fingerprint": request.fingerprint(reader.digests),
+        "fingerprint": request.fingerprint(reader.digests, writer.has_markup),
         "tokenizer": {
             "digest": tokenizer.digest,
             "parse_special": tokenizer.parse_special,
@@ -286,5 +289,5 @@ def _metadata(request: CacheRequest, reader: TextReader, ledger: dict, entries: 
         ],
         "ledger": ledger,
         "rejected_examples": reader.ledger.examples,
-        "files": entries,
+        "files": {f"{name}.bin": file.entry for name, file in writer.files.items()},
     }

@@ -203,6 +203,19 @@ def test_any_change_of_files_tokenizer_or_options_makes_another_cache(tmp_path, 
     assert len({cache.folder for cache in caches}) == len({cache.fingerprint for cache in caches}) == len(caches)
 
 
+def test_markup_taken_as_text_is_other_data_only_where_there_is_some(tmp_path, build):
+    backend = make_backend()
+    backend.add_tokens(["<think>"])
+    folder = make_folder(tmp_path / "thinking", backend)
+    now, earlier = TextTokenizer.load(folder), TextTokenizer.load(folder)
+    earlier.markup = []  # an earlier release parsed it
+    for texts, same in ((["one", "two"], True), (["one", "<think>", "two"], False)):
+        path = write(tmp_path / "a.jsonl", texts)
+        caches = build(path, tokenizer=now), build(path, tokenizer=earlier)
+        assert caches[0].folder != caches[1].folder
+        assert (caches[0].fingerprint == caches[1].fingerprint) == same
+
+
 def test_a_file_rewritten_with_the_same_size_is_noticed_by_its_time(tmp_path, build, tokenizer):
     path = write(tmp_path / "a.jsonl", ["one", "two"])
     before = build(path)
