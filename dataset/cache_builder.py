@@ -27,6 +27,7 @@ from storage.manifests import write_manifest
 
 BATCH_BYTES = 1 << 20  # of text per call of the tokenizer: enough for many cores, little enough to hold three of them
 BATCH_CHUNKS = 1 << 13
+SORTED_HASHES = 1 << 22  # at a time, when duplicates are counted: 32 MiB
 ENCODERS = 2  # calls in flight: while one call's last text is being encoded, the cores work on the next
 
 
@@ -48,8 +49,7 @@ def build_cache(folder: Path, request: CacheRequest, say: Callable[[str], None],
         ledger = _ledger(reader, writer, temporary)
         if not ledger["documents"]:
             raise DataError(_no_document(request, ledger))
-        entries = {f"{name}.bin": file.entry for name, file in writer.files.items()}
-        write_manifest(temporary / METADATA, _metadata(request, reader, ledger, entries))
+        write_manifest(temporary / METADATA, _metadata(request, reader, writer, ledger))
     text_mb = ledger["bytes"] / 1e6
     speed = f"{seconds:.1f} s, {text_mb / max(seconds, 1e-9):.1f} MB/s"
     say(f"tokenised {ledger['documents']:,} documents, {text_mb:,.1f} MB, into {ledger['tokens']:,} tokens ({speed})")
@@ -82,6 +82,7 @@ class _Batch:
     document_hashes: list[int] = field(default_factory=list)
     text_bytes: int = 0
     other_part: int = 0  # documents passed over because the other part holds them
+    has_markup: bool = False  # here or before: a text holds an added token's name
 
     def full(self) -> bool:
         return self.text_bytes >= BATCH_BYTES or len(self.chunks) >= BATCH_CHUNKS
@@ -95,7 +96,7 @@ class _Encoded:
 
 
 def _batches(reader: TextReader, request: CacheRequest) -> Iterator[_Batch]:
-    batch = _Batch()
+    batch, has_markup = _Batch(), False
     for document in reader:
         size = len(document.utf8)
         number = int.from_bytes(hashlib.blake2b(document.utf8, digest_size=8).digest(), "little")
@@ -103,6 +104,7 @@ def _batches(reader: TextReader, request: CacheRequest) -> Iterator[_Batch]:
             batch.other_part += 1
             continue
         text, document.utf8 = document.text, b""  # the reader still holds the document
+        batch.has_markup = has_markup = has_markup or request.tokenizer.holds_markup(text)
         chunks = iter([text]) if size <= BATCH_BYTES else request.tokenizer.chunks(text)
         chunk = next(chunks, None)
         opens = True
@@ -170,6 +172,7 @@ class _Writer:
         self.tokens = self.documents = self.text_bytes = self.empty = self.other_part = 0
         self.open_length = 0  # tokens of the document whose last chunk has not come yet
         self.longest = 0
+        self.has_markup = False
 
     def write(self, encoded: _Encoded, reader: TextReader) -> None:
         batch = encoded.batch
@@ -197,6 +200,7 @@ class _Writer:
         self.text_bytes += int(sizes.sum())
         self.empty += int((~kept).sum())
         self.other_part += batch.other_part
+        self.has_markup |= batch.has_markup
         self.longest = max(self.longest, int(lengths.max(initial=0)))
 
     def _announce(self, encoded: _Encoded, reader: TextReader) -> None:
@@ -218,9 +222,6 @@ class _Writer:
 
 def _ledger(reader: TextReader, writer: _Writer, folder: Path) -> dict[str, Any]:
     read = reader.ledger
-    hashes = np.fromfile(folder / "document_hashes.bin", np.uint64)
-    hashes.sort()
-    duplicates = int((hashes[1:] == hashes[:-1]).sum())
     text_tokens = writer.tokens - 2 * writer.documents
     return {
         "files": read.files,
@@ -231,7 +232,7 @@ def _ledger(reader: TextReader, writer: _Writer, folder: Path) -> dict[str, Any]
         "tokens": writer.tokens,  # bos and eos included
         "bytes_per_token": writer.text_bytes / text_tokens if text_tokens else 0.0,  # of the text alone
         "longest_document": writer.longest,  # tokens
-        "exact_duplicates": duplicates,
+        "exact_duplicates": count_duplicates(folder / "document_hashes.bin"),
         "blank_lines": read.blank_lines,
         "empty_texts": read.empty_texts + writer.empty,
         "duplicate_keys": read.duplicate_keys,
@@ -240,12 +241,33 @@ def _ledger(reader: TextReader, writer: _Writer, folder: Path) -> dict[str, Any]
     }
 
 
-def _metadata(request: CacheRequest, reader: TextReader, ledger: dict, entries: dict[str, dict]) -> dict[str, Any]:
+def count_duplicates(path: Path) -> int:
+    """Hashes in a file of uint64 that occur earlier in it too. Memory is bounded: of many, those whose remainder is
+    0, 1, .. are sorted in turn, each time reading the file."""
+    turns = np.uint64(path.stat().st_size // (8 * SORTED_HASHES) + 1)
+    duplicates = 0
+    for turn in range(int(turns)):
+        parts = [part[part % turns == turn] for part in read_hashes(path)]
+        hashes = np.concatenate([np.empty(0, np.uint64), *parts])
+        del parts
+        hashes.sort()
+        duplicates += int(np.count_nonzero(hashes[1:] == hashes[:-1]))
+    return duplicates
+
+
+def read_hashes(path: Path) -> Iterator[np.ndarray]:
+    """A file of uint64 in parts of 1 MiB: read, not mapped, which leaves no pages in the process."""
+    with open(path, "rb") as file:
+        while len(part := np.fromfile(file, np.uint64, 1 << 17)):
+            yield part
+
+
+def _metadata(request: CacheRequest, reader: TextReader, writer: _Writer, ledger: dict) -> dict[str, Any]:
     tokenizer = request.tokenizer
     return {
         "version": VERSION,
         "dtype": np.dtype(token_dtype(tokenizer.vocab_size)).name,
-        "fingerprint": request.fingerprint(reader.digests),
+        "fingerprint": request.fingerprint(reader.digests, writer.has_markup),
         "tokenizer": {
             "digest": tokenizer.digest,
             "parse_special": tokenizer.parse_special,
@@ -260,11 +282,13 @@ def _metadata(request: CacheRequest, reader: TextReader, ledger: dict, entries: 
                 "path": str(file.path),
                 "bytes": file.size,
                 "mtime_ns": file.mtime_ns,
+                "ctime_ns": file.ctime_ns,
+                "sample_sha256": file.sample_digest(),
                 "sha256": reader.digests[str(file.path)],
             }
             for file in request.files
         ],
         "ledger": ledger,
         "rejected_examples": reader.ledger.examples,
-        "files": entries,
+        "files": {f"{name}.bin": file.entry for name, file in writer.files.items()},
     }

@@ -47,12 +47,13 @@ class CacheRequest:
     @functools.cached_property
     def key(self) -> str:
         files = [[os.path.abspath(file.path), file.size, file.mtime_ns] for file in self.files]
-        return _sha256_json([files, self.options, self.tokenizer.pad_id])[:24]
+        return _sha256_json([files, self.options, self.tokenizer.pad_id, *self.tokenizer.markup])[:24]
 
-    def fingerprint(self, digests: dict[str, str]) -> str:
-        """Of what was read, wherever it lay: contents in order, tokenizer and reading options."""
+    def fingerprint(self, digests: dict[str, str], has_markup: bool) -> str:
+        """Of what was read, wherever it lay: contents in order, tokenizer and reading options. Earlier releases parsed
+        markup, so texts that hold some are other data than they were then; all others are the same."""
         contents = [[file.suffix[1:], digests[str(file.path)]] for file in self.files]
-        return _sha256_json([contents, self.options])
+        return _sha256_json([contents, self.options, *["markup is text"] * has_markup])
 
     def belongs(self, document_hash: int) -> bool:
         if not self.val_fraction:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import glob
+import hashlib
 import os
 import stat
 from dataclasses import dataclass
@@ -12,15 +14,29 @@ from pathlib import Path
 from dataset.text_formats import FORMATS, known_suffixes
 from errors import DataError
 
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16
+SAMPLED_WHOLE = SAMPLES * SAMPLE_BYTES  # files up to this are in their sample from end to end
+
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file to read, with the size (bytes) and modification time (ns) it had when it was found."""
+    """One file to read, with the size (bytes) and times (ns) it had when it was found."""
 
     path: Path
     suffix: str  # a key of FORMATS
     size: int
     mtime_ns: int
+    ctime_ns: int  # moves with every change of the file, and no program can set it; Windows: when it was made
+    times_given: int = 1  # how often the data path leads to it, under whatever names
+
+    def sample_digest(self) -> str:
+        """SHA-256 of 16 blocks of 64 KiB spread evenly from its first byte to its last: all of it, up to 1 MiB."""
+        digest = hashlib.sha256()
+        with open(self.path, "rb", buffering=0) as file:
+            for number in range(SAMPLES):
+                file.seek(max(0, self.size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
 
 
 def find_files(data_path: str | os.PathLike | list) -> list[SourceFile]:
@@ -34,7 +50,9 @@ def find_files(data_path: str | os.PathLike | list) -> list[SourceFile]:
         for path in _paths_of(os.fspath(given), problems):
             source = _inspect(path, problems)
             if source is not None:
-                found.setdefault(os.path.realpath(path), source)
+                name = os.path.realpath(path)
+                known = found.get(name, dataclasses.replace(source, times_given=0))
+                found[name] = dataclasses.replace(known, times_given=known.times_given + 1)
     if not found and not problems:
         problems.append(f"data path {data_path!r} is empty: name files, folders or globs of {known_suffixes()}")
     if problems:
@@ -85,7 +103,7 @@ def _inspect(path: Path, problems: list[str]) -> SourceFile | None:
     if suffix is None or trouble is not None:
         problems.append(f"{path}: {trouble}")
         return None
-    return SourceFile(path, suffix, info.st_size, info.st_mtime_ns)
+    return SourceFile(path, suffix, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 def _wrong_kind(info: os.stat_result, suffix: str | None) -> str | None:

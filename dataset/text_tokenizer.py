@@ -17,20 +17,27 @@ from errors import DataError
 
 # Parts of tokenizer.json that cannot change the ids of plain text encoded without truncation, padding or template.
 NO_INFLUENCE = ("version", "truncation", "padding", "post_processor", "decoder")
+MARKUP = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # <think>, [TOOL]; not the runs of spaces that some vocabularies add
 
 
 class TextTokenizer:
-    """Encodes text without bos or eos. `bos_id`, `eos_id`, `pad_id` are always set; `vocab_size` is max id + 1."""
+    """Encodes text without bos or eos. `bos_id`, `eos_id`, `pad_id` are always set; `vocab_size` is max id + 1.
+
+    Without `parse_special`, "<|im_end|>" inside a text is the ten characters it looks like, not an end of document.
+    `markup`: added tokens that look alike but are not flagged special (<think>), which are then text for the same
+    reason. Other added tokens (runs of spaces, words of a trade) are ordinary vocabulary.
+    """
 
     def __init__(
         self, backend: Any, description: dict, bos_id: int, eos_id: int, pad_id: int, parse_special: bool = False
     ):
-        backend.no_truncation()  # settings of the file, meant for other uses
-        backend.no_padding()
-        # When true, "<|im_end|>" inside a text is the ten characters it looks like, not an end of document.
-        # Added tokens that are not special (runs of spaces in some vocabularies) stay ordinary vocabulary.
-        backend.encode_special_tokens = not parse_special
         self.backend, self.parse_special = backend, parse_special
+        added = [] if parse_special else description.get("added_tokens") or []
+        self.markup = sorted(t["content"] for t in added if not t["special"] and MARKUP.fullmatch(t["content"]))
+        self._encoder = _with_special(description, self.markup) if self.markup else backend
+        self._encoder.no_truncation()  # settings of the file, meant for other uses
+        self._encoder.no_padding()
+        self._encoder.encode_special_tokens = not parse_special
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.digest = _digest(description, bos_id, eos_id)
@@ -56,12 +63,15 @@ class TextTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, on all cores, the GIL released meanwhile."""
         try:
-            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in self._encoder.encode_batch_fast(texts, add_special_tokens=False)]
         except Exception as error:  # the Rust side raises plain Exception, for a missing unknown token say
             raise DataError(f"tokenizer: cannot encode these texts ({error}); use one that covers them") from None
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def holds_markup(self, text: str) -> bool:
+        return any(token in text for token in self.markup)
 
     def chunks(self, text: str, limit: int = 1 << 17) -> Iterator[str]:
         """`text` in chunks of about `limit` characters whose ids, joined, are those of the whole text."""
@@ -76,6 +86,14 @@ def _restore(backend: str, bos_id: int, eos_id: int, pad_id: int, parse_special:
     from tokenizers import Tokenizer
 
     return TextTokenizer(Tokenizer.from_str(backend), json.loads(backend), bos_id, eos_id, pad_id, parse_special)
+
+
+def _with_special(description: dict, contents: list[str]) -> Any:
+    """The tokenizer with these added tokens flagged special: encoding can pass over special ones alone."""
+    from tokenizers import Tokenizer
+
+    added = [t | {"special": t["special"] or t["content"] in contents} for t in description["added_tokens"]]
+    return Tokenizer.from_str(json.dumps(description | {"added_tokens": added}))
 
 
 # --- loading ---

@@ -269,29 +269,49 @@ def test_texts_that_changed_get_a_new_cache_and_a_resume_refuses_them(arguments,
     train(arguments, "--overwrite", 1)  # another run may take them
 
 
-def test_verify_data_finds_texts_changed_behind_their_size_and_time_and_a_resume_refuses_them(arguments, capsys):
+def test_texts_replaced_at_the_same_size_and_time_are_noticed_by_a_resume(arguments, capsys):
     corpus = Path(dict(zip(arguments[::2], arguments[1::2], strict=True))["--data_path"])
     train(arguments, "--stop_after", 4)
     info, data = corpus.stat(), corpus.read_bytes()
     corpus.write_bytes(data.replace(b"cat", b"dog"))
     os.utime(corpus, ns=(info.st_atime_ns, info.st_mtime_ns))
-    train(arguments, "--from_resume", 1, "--stop_after", 5)  # nothing shows from outside
-    train(arguments, "--from_resume", 1, "--verify_data", 1, expect=2)
+    train(arguments, "--from_resume", 1, expect=2)
     captured = capsys.readouterr()
     assert "has changed though its size and time have not" in captured.out
     assert "its data fingerprint is" in captured.err
+    corpus.write_bytes(data)
+    train(arguments, "--from_resume", 1)
 
 
-def test_verify_data_finds_a_damaged_cache_and_builds_it_again(arguments, tmp_path, capsys):
+def test_token_ids_damaged_on_the_disk_are_found_and_built_again(arguments, tmp_path, capsys):
     train(arguments)
     loss = logged(arguments)
     (path,) = (tmp_path / "cache").glob("*/tokens.bin")
     data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
-    train(arguments, "--verify_data", 1, "--overwrite", 1)
-    assert "tokens.bin is damaged: its SHA-256 differs from that in metadata.json" in capsys.readouterr().out
-    assert logged(arguments) == loss
+    for damaged in (bytes([data[100] ^ 1]), b"\xff\xff"):  # a valid id in another's place; an id of no token
+        path.write_bytes(data[:100] + damaged + data[100 + len(damaged) :])
+        train(arguments, "--overwrite", 1)
+        shown = capsys.readouterr().out
+        assert f"token cache {path.parent} is not used: the content of tokens.bin has changed; building it" in shown
+        assert logged(arguments) == loss
+
+
+def test_files_given_twice_are_read_once_and_counted(arguments, tmp_path, capsys):
+    corpus = Path(dict(zip(arguments[::2], arguments[1::2], strict=True))["--data_path"])
+    other = write(tmp_path / "other.jsonl", line("two").decode())
+    (tmp_path / "link.jsonl").symlink_to(corpus)
+    for paths, count in (
+        (f"{corpus},{other}", 0),
+        (f"{corpus},{corpus},{other}", 1),
+        (f"{corpus},{tmp_path}/*.jsonl", 1),
+        (f"{corpus},{other},{tmp_path}/link.jsonl,{other},{other}", 2),
+    ):
+        words = replaced(arguments, data_path=paths, overwrite=1)
+        train(words, "--stop_after", 1)
+        ledger = json.loads((run_folder(words) / "run.json").read_text())["ledger"]["train"]
+        shown = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("Data: "))
+        assert (ledger["documents"], ledger["given_twice"]) == (61, count)
+        assert (f", {count} files given twice, read once" in shown) == bool(count)
 
 
 # --- very much text ---

@@ -382,6 +382,15 @@ def test_files_folders_globs_and_lists_are_found_in_a_fixed_order(tmp_path):
     assert names([tmp_path / "b.jsonl", f"{tmp_path}/*.jsonl"]) == ["b.jsonl", "a.jsonl", "with,comma.jsonl"]
 
 
+def test_a_file_counts_how_often_the_data_path_leads_to_it(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(line("x"))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "link.jsonl").symlink_to(tmp_path / "b.jsonl")
+    found = find_files([tmp_path / "b.jsonl", tmp_path, f"{tmp_path}/../{tmp_path.name}/a.jsonl"])
+    assert [(file.path.name, file.times_given) for file in found] == [("b.jsonl", 3), ("a.jsonl", 2)]
+
+
 REFUSED = {
     "missing": (lambda d: None, "x.jsonl", "no such file or folder"),
     "no match": (lambda d: None, "*.jsonl", "no file matches this pattern"),

@@ -34,6 +34,40 @@ def test_special_strings_in_a_text_are_plain_text_unless_parse_special(folder):
     assert parsed.encode_batch([text])[0].count(parsed.eos_id) == 1
 
 
+def with_added_tokens() -> Tokenizer:
+    """A vocabulary with tokens added that are not flagged special: markup, a run of spaces, a word."""
+    backend = make_backend()
+    backend.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "[TOOL]", "    ", "COVID-19")])
+    backend.add_tokens([AddedToken("</think>", normalized=True, lstrip=True, rstrip=True)])
+    return backend
+
+
+def test_markup_in_a_text_is_plain_text_unless_parse_special(tmp_path):
+    folder = make_folder(tmp_path, with_added_tokens())
+    plain, parsed = TextTokenizer.load(folder), TextTokenizer.load(folder, parse_special=True)
+    text = "a <think> b </think> [TOOL]<|im_end|>"
+    expected = TextTokenizer.load(make_folder(tmp_path / "bare")).encode_batch([text])
+    assert plain.encode_batch([text]) == expected and plain.markup == ["</think>", "<think>", "[TOOL]"]
+    assert {plain.backend.token_to_id(name) for name in plain.markup} < set(parsed.encode_batch([text])[0])
+    assert plain.digest == parsed.digest and parsed.markup == []
+    copy = pickle.loads(pickle.dumps(plain))
+    assert copy.encode_batch([text]) == expected and copy.digest == plain.digest
+    assert plain.decode(parsed.encode_batch(["a<think>"])[0], skip_special_tokens=True) == "a<think>"
+
+
+def test_other_added_tokens_are_ordinary_vocabulary(tmp_path):
+    tokenizer = TextTokenizer.load(make_folder(tmp_path, with_added_tokens()))
+    ids = tokenizer.encode_batch(["if    COVID-19"])[0]
+    assert {tokenizer.backend.token_to_id(name) for name in ("    ", "COVID-19")} < set(ids)
+
+
+def test_truncation_of_the_file_does_not_apply_to_markup(tmp_path):
+    backend = with_added_tokens()
+    backend.enable_truncation(5)
+    tokenizer = TextTokenizer.load(make_folder(tmp_path, backend))
+    assert tokenizer.encode_batch([TEXT])[0] == plain_ids(make_backend(), TEXT)
+
+
 def test_ids_carry_no_bos_or_eos_even_with_a_template_in_the_file(tmp_path):
     backend = make_backend()
     backend.post_processor = TemplateProcessing(

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,6 +131,37 @@ def test_the_ledger_counts_everything_that_was_read(tmp_path, build, texts):
     assert ledger["rejected"] == {"invalid JSON": 1, "key 'text' missing": 1}
 
 
+def test_duplicates_are_counted_in_turns_as_at_once(tmp_path, monkeypatch):
+    hashes = np.random.default_rng(0).integers(0, 5000, 20_000).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    hashes.tofile(tmp_path / "hashes.bin")
+    expected = len(hashes) - len(np.unique(hashes))
+    for size in (300, 7000, 20_000, 1 << 22):
+        monkeypatch.setattr(cache_builder, "SORTED_HASHES", size)
+        assert cache_builder.count_duplicates(tmp_path / "hashes.bin") == expected
+
+
+def peak_bytes(call, *arguments):
+    tracemalloc.start()
+    try:
+        call(*arguments)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_counting_takes_no_more_memory_for_more_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_builder, "SORTED_HASHES", 1 << 14)
+    peaks, shared = [], []
+    for count in (200_000, 1_600_000):
+        hashes = np.random.default_rng(0).integers(0, 2**64, count, np.uint64)
+        hashes.tofile(tmp_path / "document_hashes.bin")
+        few = SimpleNamespace(document_hashes=hashes[[5, 5, 1000, count - 1]] + np.array([0, 0, 0, 1], np.uint64))
+        peaks.append(peak_bytes(cache_builder.count_duplicates, tmp_path / "document_hashes.bin"))
+        shared.append(peak_bytes(count_shared, SimpleNamespace(folder=tmp_path), few))
+        assert count_shared(SimpleNamespace(folder=tmp_path), few) == 3
+    assert peaks[1] - peaks[0] < 300_000 and shared[1] - shared[0] < 300_000  # 1.4 million hashes take 11 MB
+
+
 def test_a_pickled_cache_maps_the_same_files(tmp_path, build, texts):
     cache = build(write(tmp_path / "a.jsonl", texts))
     assert cache.tokens is cache.tokens
@@ -168,6 +201,19 @@ def test_any_change_of_files_tokenizer_or_options_makes_another_cache(tmp_path, 
     write(path, [*texts, "one more"])
     caches.append(build(path))
     assert len({cache.folder for cache in caches}) == len({cache.fingerprint for cache in caches}) == len(caches)
+
+
+def test_markup_taken_as_text_is_other_data_only_where_there_is_some(tmp_path, build):
+    backend = make_backend()
+    backend.add_tokens(["<think>"])
+    folder = make_folder(tmp_path / "thinking", backend)
+    now, earlier = TextTokenizer.load(folder), TextTokenizer.load(folder)
+    earlier.markup = []  # an earlier release parsed it
+    for texts, same in ((["one", "two"], True), (["one", "<think>", "two"], False)):
+        path = write(tmp_path / "a.jsonl", texts)
+        caches = build(path, tokenizer=now), build(path, tokenizer=earlier)
+        assert caches[0].folder != caches[1].folder
+        assert (caches[0].fingerprint == caches[1].fingerprint) == same
 
 
 def test_a_file_rewritten_with_the_same_size_is_noticed_by_its_time(tmp_path, build, tokenizer):
@@ -225,24 +271,157 @@ def test_a_damaged_cache_is_built_again_with_a_notice(tmp_path, build, tokenizer
     assert built_folders(tmp_path / "cache") == [folder.name]
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "document_offsets.bin", "document_bytes.bin", "document_hashes.bin"])
-def test_verify_finds_a_flipped_bit_in_any_file(tmp_path, build, tokenizer, texts, capsys, name):
+FILES = ["tokens.bin", "document_offsets.bin", "document_bytes.bin", "document_hashes.bin"]
+
+
+@pytest.mark.parametrize("verify, hashed", [(False, 1 << 25), (True, 0)], ids=["small, at each start", "verify"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_in_any_file_is_found(
+    tmp_path, build, tokenizer, texts, capsys, monkeypatch, name, verify, hashed
+):
+    monkeypatch.setattr(token_cache, "HASHED_BYTES", hashed)
     path = write(tmp_path / "a.jsonl", texts)
     flip_a_byte(build(path).folder / name)
-    cache = build(path, verify=True, progress=True)
+    cache = build(path, verify=verify, progress=True)
     assert texts_of(cache, tokenizer) == texts
     assert f"{name} is damaged: its SHA-256 differs from that in metadata.json" in capsys.readouterr().out
 
 
-def test_verify_finds_a_source_changed_behind_its_size_and_time(tmp_path, build, tokenizer, capsys):
+def overwrite(name: str, start: float, data: bytes):
+    """Write over a file from this part of it on, as far as `data` goes and no further than its end."""
+
+    def damage(folder: Path) -> None:
+        size = (folder / name).stat().st_size
+        with open(folder / name, "r+b") as file:
+            file.seek(int(start * size) // 8 * 8)
+            file.write(data[: size - file.tell()])
+
+    return damage
+
+
+LARGE_DAMAGE = {
+    "zeros to the end": (overwrite("tokens.bin", 0.8, bytes(10**6)), "tokens.bin is damaged near document"),
+    "ids beyond the vocabulary": (overwrite("tokens.bin", 0.5, b"\xff" * 2000), "tokens.bin is damaged near document"),
+    "valid ids that are no documents": (
+        overwrite("tokens.bin", 0.1, np.arange(300, 400, dtype=np.uint16).tobytes() * 90),
+        "tokens.bin is damaged near document",
+    ),
+    "ids of one byte's shift": (
+        lambda f: (f / "tokens.bin").write_bytes((f / "tokens.bin").read_bytes()[1:] + b"\0"),
+        "tokens.bin is damaged near document 1",
+    ),
+    "offsets of zero": (overwrite("document_offsets.bin", 0.4, bytes(400)), "document_offsets.bin is damaged near"),
+    "offsets beyond the tokens": (
+        overwrite("document_offsets.bin", 0.2, b"\x7f" * 400),
+        "document_offsets.bin is damaged near",
+    ),
+    "negative offsets": (overwrite("document_offsets.bin", 0.0, b"\xff" * 8), "document_offsets.bin is damaged near"),
+}
+
+
+@pytest.mark.parametrize("case", LARGE_DAMAGE)
+def test_damage_of_files_too_large_to_hash_is_found(tmp_path, build, tokenizer, texts, capsys, monkeypatch, case):
+    monkeypatch.setattr(token_cache, "HASHED_BYTES", 0)
+    damage, phrase = LARGE_DAMAGE[case]
+    path = write(tmp_path / "a.jsonl", texts)
+    damage(build(path).folder)
+    assert texts_of(build(path, progress=True), tokenizer) == texts
+    shown = capsys.readouterr().out
+    assert phrase in shown and "; building it again" in shown
+
+
+def test_a_good_cache_too_large_to_hash_is_opened_as_it_is(tmp_path, build, texts, monkeypatch):
+    monkeypatch.setattr(token_cache, "HASHED_BYTES", 0)
+    for number, some in enumerate((texts, texts[:1], texts[:3], ["x " * 30_000, "y"])):
+        path = write(tmp_path / f"{number}.jsonl", some)
+        build(path)
+        with monkeypatch.context() as patch:
+            forbid_building(patch)
+            build(path)
+
+
+def test_the_error_for_damage_found_later_names_folder_and_remedy(tmp_path, build, texts):
+    cache = build(write(tmp_path / "a.jsonl", texts))
+    (problem,) = cache.damaged("row 7 holds the id 9999").problems
+    assert problem.startswith(f"token cache {cache.folder}: row 7 holds the id 9999; ")
+    assert "delete this folder or start with --verify_data 1" in problem
+
+
+def replace_quietly(path: Path, old: bytes, new: bytes) -> None:
+    """Put other content of the same size in place; size and modification time stay."""
+    info = path.stat()
+    path.write_bytes(path.read_bytes().replace(old, new))
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert path.stat().st_size == info.st_size and path.stat().st_mtime_ns == info.st_mtime_ns
+
+
+def test_texts_replaced_at_the_same_size_and_time_are_noticed(tmp_path, build, tokenizer, capsys):
     path = write(tmp_path / "a.jsonl", ["one", "two"])
-    time_ns = path.stat().st_mtime_ns
-    build(path)
-    write(path, ["one", "six"])
-    os.utime(path, ns=(time_ns, time_ns))
-    assert texts_of(build(path), tokenizer) == ["one", "two"]  # the cheap check cannot know
-    assert texts_of(build(path, verify=True, progress=True), tokenizer) == ["one", "six"]
+    before = build(path)
+    replace_quietly(path, b"two", b"six")
+    after = build(path, progress=True)
+    assert texts_of(after, tokenizer) == ["one", "six"] and after.fingerprint != before.fingerprint
     assert "though its size and time have not" in capsys.readouterr().out
+
+
+def test_another_file_moved_into_the_place_is_noticed(tmp_path, build, tokenizer):
+    path = write(tmp_path / "a.jsonl", ["one", "two"])
+    build(path)
+    other = write(tmp_path / "b.jsonl", ["one", "six"])
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    os.replace(other, path)
+    assert texts_of(build(path), tokenizer) == ["one", "six"]
+
+
+def large_file(path: Path) -> Path:
+    """3 MiB in documents of their own; those named `middle` lie between the samples."""
+    texts = [f"{i} " + "a" * 1000 for i in range(3000)]
+    texts[1550] = "middle one"
+    return write(path, texts)
+
+
+def test_a_touched_file_keeps_its_cache_with_a_word_where_samples_could_miss(tmp_path, build, capsys, monkeypatch):
+    small, large = write(tmp_path / "a.jsonl", ["one"]), large_file(tmp_path / "b.jsonl")
+    build([small, large])
+    forbid_building(monkeypatch)
+    for path in (small, large):
+        path.chmod(0o600)
+    build([small, large], progress=True)
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{large}: touched since the cache was built; samples are unchanged, --verify_data 1")
+    build([small, large], progress=True, verify=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_verify_finds_what_lies_between_the_samples(tmp_path, build, capsys):
+    path = large_file(tmp_path / "a.jsonl")
+    before = build(path).fingerprint
+    replace_quietly(path, b"middle one", b"middle two")
+    assert build(path, progress=True).fingerprint == before
+    assert "touched since the cache was built" in capsys.readouterr().out
+    assert build(path, verify=True, progress=True).fingerprint != before
+    assert "though its size and time have not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("at", [0.0, 0.2, 0.5, 0.9, 1.0])
+def test_samples_of_a_large_file_reach_from_end_to_end(tmp_path, build, at):
+    path = large_file(tmp_path / "a.jsonl")
+    before = build(path).fingerprint
+    (data, wide), info = (path.read_bytes(), 300_000), path.stat()  # no gap between samples is as wide
+    start = int(at * (len(data) - wide))
+    path.write_bytes(data[:start] + data[start : start + wide].replace(b"a", b"b") + data[start + wide :])
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert build(path).fingerprint != before
+
+
+def test_a_cache_that_holds_no_samples_opens_as_before(tmp_path, build, monkeypatch):
+    path = write(tmp_path / "a.jsonl", ["one", "two"])
+    folder = build(path).folder
+    sources = json.loads((folder / "metadata.json").read_text())["sources"]
+    edit_metadata(folder, sources=[{k: s[k] for k in ("path", "bytes", "mtime_ns", "sha256")} for s in sources])
+    path.chmod(0o600)
+    forbid_building(monkeypatch)
+    assert build(path).documents == 2
 
 
 def test_verify_keeps_a_good_cache(tmp_path, build, texts, monkeypatch):
@@ -424,7 +603,7 @@ def test_a_killed_builder_is_cleaned_up_and_replaced(tmp_path, build, tokenizer,
 
 def test_of_two_processes_at_once_one_builds_and_the_other_waits(tmp_path, tokenizer_folder, texts):
     path = write(tmp_path / "a.jsonl", texts)
-    first = start_builder(path, tokenizer_folder, tmp_path / "cache", 1.5)
+    first = start_builder(path, tokenizer_folder, tmp_path / "cache", 3)
     wait_for_writing(first)
     second = start_builder(path, tokenizer_folder, tmp_path / "cache", 0)
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
@@ -477,8 +656,10 @@ def test_without_progress_nothing_is_printed(tmp_path, build, texts, capfd):
 
 MEASURE = """
 import re, sys
+import dataset.cache_builder as cache_builder
 from dataset.text_tokenizer import TextTokenizer
 from dataset.token_cache import build_or_open
+cache_builder.SORTED_HASHES = int(sys.argv[4])
 cache = build_or_open(sys.argv[1], TextTokenizer.load(sys.argv[2]), cache_dir=sys.argv[3], progress=False)
 # Not ru_maxrss: a started program inherits the peak of the one that started it.
 peak_kib = int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
@@ -486,8 +667,9 @@ print(cache.documents, len(cache.tokens), peak_kib * 1024)
 """
 
 
-def measure(path, tokenizer_folder, cache_dir):
-    command = [sys.executable, "-c", MEASURE, str(path), str(tokenizer_folder), str(cache_dir)]
+def measure(path, tokenizer_folder, cache_dir, sorted_hashes=1 << 22):
+    words = (path, tokenizer_folder, cache_dir, sorted_hashes)
+    command = [sys.executable, "-c", MEASURE, *map(str, words)]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return tuple(int(word) for word in output.split())
 
@@ -503,7 +685,11 @@ def test_a_50_megabyte_line_is_tokenised_whole_in_bounded_memory(tmp_path, token
 
 
 @pytest.mark.slow
-def test_a_million_one_word_lines_are_tokenised_in_bounded_memory(tmp_path, tokenizer_folder):
-    path = write(tmp_path / "a.jsonl", (f"word{i}" for i in range(1_000_000)))
-    documents, _, peak = measure(path, tokenizer_folder, tmp_path / "cache")
-    assert documents == 1_000_000 and peak < 600e6 + 16 * documents
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path, tokenizer_folder):
+    peaks = []
+    for count in (500_000, 2_000_000):  # below the first, the tokenizer fills its own table of words
+        path = write(tmp_path / f"{count}.jsonl", (f"word{i}" for i in range(count)))
+        documents, _, peak = measure(path, tokenizer_folder, tmp_path / "cache", sorted_hashes=1 << 16)
+        assert documents == count
+        peaks.append(peak)
+    assert peaks[1] - peaks[0] < 8e6  # 5 bytes a document

@@ -45,6 +45,7 @@ def ledger_line(dataset: PretrainDataset) -> str:
     )
     names = "documents_cut tokens_cut exact_duplicates empty_texts blank_lines duplicate_keys shared_with_train".split()
     counts = {name.replace("_", " "): ledger.get(name, 0) for name in names}
+    counts["files given twice, read once"] = ledger.get("given_twice", 0)
     counts |= {f"lines rejected: {reason}": count for reason, count in ledger.get("rejected", {}).items()}
     notes = [f"{count:,} {name}" for name, count in counts.items() if count]
     return ", ".join([line, *notes])
