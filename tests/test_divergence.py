@@ -10,7 +10,7 @@ def feed(watch, losses, every=10, first=0):
     warnings = []
     for index, loss in enumerate(losses):
         step = max(first + index * every, 1)
-        text = watch.update(step, loss, lr=1e-3, grad_norm=2.5, last_save=300)
+        text = watch.update(step, loss, lr=1e-3, grad_norm=2.5, last_good_step=300)
         warnings += [(step, text)] if text else []
     return warnings
 
@@ -18,7 +18,9 @@ def feed(watch, losses, every=10, first=0):
 def test_a_rise_of_more_than_5_percent_is_warned_of_once_with_the_figures():
     ((step, text),) = feed(DivergenceWatch(), [2.0] * 41 + [2.5] * 60)
     assert 410 < step < 610
-    assert all(part in text for part in ("2.0000", "lr 0.00100000", "grad_norm 2.5000", "last good save: step 300"))
+    assert all(
+        part in text for part in ("2.0000", "lr 0.00100000", "grad_norm 2.5000", "last good checkpoint: step 300")
+    )
 
 
 @pytest.mark.parametrize(

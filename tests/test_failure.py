@@ -1,4 +1,4 @@
-"""When something breaks: it ends quickly with its real cause, and the last good save is never at risk."""
+"""When something breaks: it ends quickly with its real cause, and the last good checkpoint is never at risk."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ from training.distributed import meet
 from training.during import evaluation
 from training.during.divergence import DivergenceWatch
 from training.during.evaluation import Evaluation
+from training.saving import weights
 from training.saving.checkpoint import find_checkpoints, verify_checkpoint
 from training.saving.metrics_file import read_metrics
 
@@ -141,7 +142,7 @@ def test_a_rising_loss_is_warned_of_once_in_the_log(words, monkeypatch, capsys):
     assert out.count("Warning: the loss is rising") == 1
     line = next(line for line in out.splitlines() if "the loss is rising" in line)
     assert "lr 3.00000000, grad_norm" in line
-    assert "last good save: step" in line
+    assert "last good checkpoint: step" in line
 
 
 # --- damaged saves ---
@@ -229,7 +230,7 @@ def test_weights_that_would_run_code_and_weights_of_another_architecture_are_ref
 def full_disk_during(monkeypatch, broken: range, part: str = "model.safetensors") -> None:
     """Saves (counted from 1 when their state is begun) in `broken` find the disk full for files named so."""
     count = 0
-    write_checkpoint, write = files_of_saver().write_checkpoint, files.HashedFile.write
+    write_checkpoint, write, copy = files_of_saver().write_checkpoint, files.HashedFile.write, weights.link_or_copy
 
     def counted(*arguments):
         nonlocal count
@@ -241,6 +242,12 @@ def full_disk_during(monkeypatch, broken: range, part: str = "model.safetensors"
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, data)
 
+    def full_for_copies(source, target):  # a second name of a file writes no bytes
+        if count in broken and part in target.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return copy(source, target)
+
+    monkeypatch.setattr(weights, "link_or_copy", full_for_copies)
     monkeypatch.setattr(files_of_saver(), "write_checkpoint", counted)
     monkeypatch.setattr(files.HashedFile, "write", full)
 
@@ -302,7 +309,7 @@ def best_of(words: list[str]) -> tuple[float, int, float, int]:
         (5, "model.safetensors", [9.0, 8.5, 8.0, 8.7, 8.8], (8.0, 9)),  # of step 8; the next one is a best one
         (9, "model.safetensors", [9.0, 8.5, 8.2, 8.1, 8.0], (8.0, 13)),  # of step 13, a best one itself
         (4, "model.safetensors", [9.0, 8.0, 8.5, 8.7, 8.8], (8.0, 6)),  # of step 6, whose best weights were written
-        (3, "_best.pth", [9.0, 8.0, 8.5, 8.7, 8.8], (8.5, 9)),  # of step 6, whose best weights were not
+        (4, "_best.pth", [9.0, 8.0, 8.5, 8.7, 8.8], (8.5, 9)),  # after that of step 6: its best weights were not
     ],
 )
 def test_a_save_that_fails_does_not_cost_the_best_one_its_figures(

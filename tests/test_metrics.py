@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from errors import SaveFailed
 from training.during import metrics as mt
+from training.during.reporting import say_first_step
 from training.saving.metrics_file import MetricsFile, read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +58,30 @@ def test_a_rate_that_was_not_measured_yet_is_shown_as_such():
     unknown = {"tokens_per_second": math.nan, "epoch_seconds_left": math.nan, "run_seconds_left": math.nan}
     line = mt.format_log_line(dataclasses.replace(STEP, **unknown))
     assert "epoch_time: ?min" in line and "tokens/s: ?" in line and line.endswith("step: 100/10000")
+
+
+def test_the_last_line_says_nothing_of_time_left():
+    assert mt.format_log_line(dataclasses.replace(STEP, step=10_000)).endswith("step: 10000/10000")
+
+
+FIRST_STEPS = [
+    (4.0, True, []),
+    (40.0, False, ["First step: 40 s"]),
+    (95.0, True, ["First step: 2 min, compiling included"]),
+]
+
+
+@pytest.mark.parametrize(("seconds", "compiled", "said"), FIRST_STEPS)
+def test_a_long_first_step_is_said_once(seconds, compiled, said):
+    lines = []
+    run = SimpleNamespace(
+        throughput=SimpleNamespace(first_step_seconds=seconds),
+        choices=SimpleNamespace(compile=compiled),
+        console=SimpleNamespace(print=lines.append),
+    )
+    say_first_step(run)
+    say_first_step(run)
+    assert lines == said
 
 
 def test_a_line_has_the_documented_keys_and_exact_values(tmp_path):

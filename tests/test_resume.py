@@ -135,19 +135,19 @@ def test_a_compiled_run_with_dropout_resumes_bit_for_bit(arguments, tmp_path, mo
     assert same_bits(final_weights(words), final_weights(replaced(words, save_weight="whole")))
 
 
-def test_ranks_that_found_other_data_or_another_save_are_told_apart(arguments):
+def test_ranks_that_found_other_data_or_another_checkpoint_are_told_apart(arguments):
     train(arguments, "--stop_after", 2)
     prepared = prepare(load_config([*arguments, "--from_resume", "1"]))
 
     class Second(World):
         def broadcast(self, item):
-            return item | {"data_fingerprint": "another", "save to go on from": None}
+            return item | {"data_fingerprint": "another", "checkpoint to go on from": None}
 
     assert differences_between_ranks(prepared, World(torch.device("cpu"))) == []
-    data, save = differences_between_ranks(prepared, Second(torch.device("cpu"), rank=1, size=2))
-    assert data.startswith(f"rank 1: its data fingerprint is {prepared.identity['data_fingerprint'][:16]}")
+    data, checkpoint = differences_between_ranks(prepared, Second(torch.device("cpu"), rank=1, size=2))
+    assert data.startswith(f"rank 1: its data fingerprint is {prepared.data.identity['data_fingerprint'][:16]}")
     assert "rank 0 has another" in data
-    assert "save to go on from" in save
+    assert "checkpoint to go on from" in checkpoint
 
 
 # --- another batch ---

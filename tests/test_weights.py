@@ -310,6 +310,15 @@ def test_a_flat_file_of_another_hand_stays_and_is_named(run_folder, published_be
     assert flat(run_folder).startswith("Published as")
 
 
+def test_writing_into_the_flat_file_leaves_the_run_s_own_alone(run_folder):
+    flat(run_folder)
+    own = run_folder / f"{run_folder.name}.pth"
+    before = own.read_bytes()
+    with open(run_folder.parent / own.name, "r+b") as file:  # as MiniMind's trainers do
+        file.write(b"another model")
+    assert own.read_bytes() == before
+
+
 def test_a_flat_file_with_the_same_content_is_taken_over(run_folder):
     target = run_folder.parent / "tiny_32_moe.pth"
     target.write_bytes((run_folder / "tiny_32_moe.pth").read_bytes())  # copied by hand

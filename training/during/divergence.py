@@ -17,7 +17,9 @@ class DivergenceWatch:
         self.points: deque[tuple[int, float]] = deque()  # (step, loss) of the last two windows, finite ones only
         self.warned = False
 
-    def update(self, step: int, loss: float, lr: float, grad_norm: float, last_save: int | None = None) -> str | None:
+    def update(
+        self, step: int, loss: float, lr: float, grad_norm: float, last_good_step: int | None = None
+    ) -> str | None:
         """Take a logged step; returns the warning the first time the rule is met."""
         self.first_step = step if self.first_step is None else self.first_step
         if math.isfinite(loss):
@@ -32,9 +34,9 @@ class DivergenceWatch:
         if mean <= self.RISE * mean_before:
             return None
         self.warned = True
-        save = "no save yet" if last_save is None else f"last good save: step {last_save}"
+        checkpoint = "no checkpoint yet" if last_good_step is None else f"last good checkpoint: step {last_good_step}"
         return (
             f"Warning: the loss is rising: mean {mean:.4f} over the last {self.window} steps, {mean_before:.4f} over "
-            f"the {self.window} before (step {step}, lr {lr:.8f}, grad_norm {grad_norm:.4f}; {save}). "
+            f"the {self.window} before (step {step}, lr {lr:.8f}, grad_norm {grad_norm:.4f}; {checkpoint}). "
             "A lower --learning_rate or --grad_clip may help."
         )

@@ -54,5 +54,6 @@ def format_log_line(metrics: StepMetrics) -> str:
         f"logits_loss: {m.logits_loss:.4f}, aux_loss: {m.aux_loss:.4f}, lr: {m.lr:.8f}, "
         f"epoch_time: {minutes}min, ppl: {perplexity(m.logits_loss):.2f}, grad_norm: {m.grad_norm:.4f}, "
         f"tokens/s: {f'{m.tokens_per_second:.0f}' if timed else '?'}, memory: {m.peak_memory_gib:.2f}GiB, "
-        f"step: {m.step}/{m.last_step}" + (f", left: {duration(m.run_seconds_left)}" if timed else "")
+        f"step: {m.step}/{m.last_step}"
+        + (f", left: {duration(m.run_seconds_left)}" if timed and m.step < m.last_step else "")
     )

@@ -32,6 +32,7 @@ def log_step(run: Run, step: StepRows, losses: Tensor, lr: float, grad_norm: Ten
     wanted = run.stop.wanted_pace(run.pace / calls) if run.world.is_main else 0
     loss, logits_loss, aux_loss, vote_every = run.world.sum([*losses.tolist(), wanted])  # all ranks
     run.stop.vote_every = int(vote_every)
+    say_first_step(run)
     entry = metrics_of(run, step, (loss, logits_loss, aux_loss), lr, grad_norm.item())
     run.console.print(format_log_line(entry))
     run.folder.log(entry.record())
@@ -76,8 +77,8 @@ def metrics_of(
 
 
 def say_first_step(run: Run) -> None:
-    """How long the first step took, where that was long: it is not part of any tokens/s."""
-    seconds = run.throughput.first_step_seconds
+    """How long the first step took, once and where that was long: it is not part of any tokens/s."""
+    seconds, run.throughput.first_step_seconds = run.throughput.first_step_seconds, 0.0
     if seconds and seconds >= SLOW_FIRST_STEP_SECONDS:
         why = ", compiling included" if run.choices.compile else ""
         run.console.print(f"First step: {duration(seconds)}{why}")
@@ -101,6 +102,6 @@ def count_skipped_updates(run: Run) -> None:
             raise NonFinite(
                 f"step {step}: the gradient was not finite {progress.skipped_in_a_row} steps in a row; "
                 f"lower --learning_rate or look at rows {rows.ids[:8].tolist()}; "
-                + (f"the last good save is of step {good}" if good else "nothing was saved yet")
+                + (f"the last good checkpoint is of step {good}" if good else "nothing was saved yet")
             )
     run.updates.clear()

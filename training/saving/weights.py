@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -150,7 +151,7 @@ def publish_copy(source: Path, target: Path, **fields: Any) -> str:
     never writes into one, so neither changes with the other. Raises CheckpointError for a source that is damaged or not
     described, SaveFailed.
     """
-    return _link(source, target, {**_description_of(source), **fields})
+    return _copy(source, target, {**_description_of(source), **fields}, link_or_copy)
 
 
 def publish_flat(run_folder: Path, save_dir: Path, run_name: str) -> str:
@@ -158,9 +159,8 @@ def publish_flat(run_folder: Path, save_dir: Path, run_name: str) -> str:
     --from_weight look. Returns a line that says what happened.
 
     A file that lies there already is replaced only if this run put it there: published.txt in the run's folder holds
-    the digests of what it did. MiniMind's own trainers write into such a file: one that is given the run's name and
-    folder changes both names of it, and the digest in the description then tells. Main process only, with the run's
-    lock held. Raises what `publish_copy` does.
+    the digests of what it did. A copy, not a second name: MiniMind's trainers write into such files. Main process only,
+    with the run's lock held. Raises what `publish_copy` does.
     """
     source, target = run_folder / f"{run_name}.pth", save_dir / f"{run_name}.pth"
     description, record = _description_of(source), run_folder / "published.txt"
@@ -171,7 +171,7 @@ def publish_flat(run_folder: Path, save_dir: Path, run_name: str) -> str:
     if there and there not in (description["sha256"], *known):
         return f"Not published as {target}: the file there is not of this run; move it away, or take {source}"
     write_file_atomic(record, f"{there}\n{description['sha256']}\n")  # first: after a kill one of them is there
-    _link(source, target, description)
+    _copy(source, target, description, shutil.copyfile)
     return f"Published as {target}, where MiniMind's scripts look"
 
 
@@ -182,9 +182,9 @@ def _description_of(source: Path) -> dict[str, Any]:
     return description
 
 
-def _link(source: Path, target: Path, description: dict[str, Any]) -> str:
-    def link(temporary: Path) -> str:
-        link_or_copy(source, temporary)
+def _copy(source: Path, target: Path, description: dict[str, Any], copy: Callable[[Path, Path], Any]) -> str:
+    def write(temporary: Path) -> str:
+        copy(source, temporary)
         return description["sha256"]
 
-    return _replace(target, link, description)
+    return _replace(target, write, description)
