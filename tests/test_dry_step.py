@@ -60,6 +60,19 @@ def out_of_memory_above(most: int, sizes: list[int] | None = None):
     return attempt
 
 
+# --- one bad sample ---
+
+
+@pytest.mark.parametrize(("taken", "median"), [([1, 9, 1, 1, 9], 1), ([3], 3), ([1.5, 0.7], 1.1)])
+def test_a_busy_moment_does_not_decide(monkeypatch, taken, median):
+    """Many samples of what is short, one of what takes long."""
+    coming = iter(float(seconds) for seconds in taken)
+    monkeypatch.setattr(dry_step, "SAMPLING_SECONDS", 2.0 if len(taken) < 5 else 100.0)
+    monkeypatch.setattr(dry_step, "seconds_of", lambda work, device: next(coming))
+    assert dry_step.median_seconds(lambda: None, CPU) == pytest.approx(median)
+    assert next(coming, None) is None
+
+
 # --- nothing comes of it ---
 
 

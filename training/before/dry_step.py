@@ -6,6 +6,7 @@ Nothing may come of it: parameters, gradients, optimizer and random generators a
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from training.optimizers import build_optimizers
 from training.saving.live_state import capture_rng, restore_rng
 
 CPU_POSITIONS = 1024  # a micro-batch of this many is enough to judge a processor's speed
+SAMPLES, SAMPLING_SECONDS = 5, 2.0  # of what is timed
 NCCL_BYTES = 2**30  # of each GPU where several ranks train: they come with the first step
 
 
@@ -119,8 +121,8 @@ def try_step(
         forward_backward()
         update()
         forward_backward()
-        seconds = seconds_of(forward_backward, device)  # with gradients to add to, as later micro-batches of a step
-        update_seconds = seconds_of(update, device)
+        seconds = median_seconds(forward_backward, device)  # with gradients to add to, as later micro-batches of a step
+        update_seconds = median_seconds(update, device)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return Measured(seconds / batch_size, update_seconds, peak)
     finally:
@@ -138,6 +140,14 @@ def kept_free(count: int, device: torch.device) -> Iterator[None]:
     del held
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def median_seconds(work: Callable[[], None], device: torch.device) -> float:
+    """Of a few calls, as many as fit in some seconds: one call alone may meet a moment in which the machine is busy."""
+    seconds: list[float] = []
+    while len(seconds) < SAMPLES and sum(seconds) < SAMPLING_SECONDS:
+        seconds.append(seconds_of(work, device))
+    return statistics.median(seconds)
 
 
 def seconds_of(work: Callable[[], None], device: torch.device) -> float:
