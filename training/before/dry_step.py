@@ -121,8 +121,7 @@ def try_step(
         forward_backward()
         update()
         forward_backward()
-        seconds = median_seconds(forward_backward, device)  # with gradients to add to, as later micro-batches of a step
-        update_seconds = median_seconds(update, device)
+        seconds, update_seconds = median_seconds([forward_backward, update], device)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return Measured(seconds / batch_size, update_seconds, peak)
     finally:
@@ -142,12 +141,13 @@ def kept_free(count: int, device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def median_seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Of a few calls, as many as fit in some seconds: one call alone may meet a moment in which the machine is busy."""
-    seconds: list[float] = []
-    while len(seconds) < SAMPLES and sum(seconds) < SAMPLING_SECONDS:
-        seconds.append(seconds_of(work, device))
-    return statistics.median(seconds)
+def median_seconds(calls: list[Callable[[], None]], device: torch.device) -> list[float]:
+    """Of each of these calls, made in turn as often as fits in some seconds: one sample alone may meet a moment in which
+    the machine is busy."""
+    samples: list[list[float]] = []
+    while len(samples) < SAMPLES and sum(map(sum, samples)) < SAMPLING_SECONDS:
+        samples.append([seconds_of(call, device) for call in calls])
+    return [statistics.median(each) for each in zip(*samples, strict=True)]
 
 
 def seconds_of(work: Callable[[], None], device: torch.device) -> float:
