@@ -142,8 +142,8 @@ def kept_free(count: int, device: torch.device) -> Iterator[None]:
 
 
 def median_seconds(calls: list[Callable[[], None]], device: torch.device) -> list[float]:
-    """Of each of these calls, made in turn as often as fits in some seconds: one sample alone may meet a moment in which
-    the machine is busy."""
+    """Of each of these calls, made in turn as often as fits in some seconds: one sample alone may meet a moment in
+    which the machine is busy."""
     samples: list[list[float]] = []
     while len(samples) < SAMPLES and sum(map(sum, samples)) < SAMPLING_SECONDS:
         samples.append([seconds_of(call, device) for call in calls])
