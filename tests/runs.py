@@ -21,6 +21,7 @@ from hooks import Hook, run_all, tell
 from training.during.run import Listener, unheard
 from training.saving.checkpoint import find_checkpoints
 from training.saving.metrics_file import read_metrics
+from training.saving.weights import read_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -131,6 +132,11 @@ def run_folder(arguments: list[str]) -> Path:
 def final_weights(arguments: list[str]) -> dict[str, torch.Tensor]:
     """Float32 parameters of the newest resume state."""
     return load_file(find_checkpoints(run_folder(arguments) / "resume")[-1][1] / "model.safetensors")
+
+
+def best_weights(arguments: list[str]) -> dict[str, torch.Tensor]:
+    folder = run_folder(arguments)
+    return read_weights(folder / f"{folder.name}_best.pth")[0]
 
 
 def final_state(arguments: list[str]) -> dict[str, Any]:

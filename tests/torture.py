@@ -5,7 +5,8 @@
 About 60 steps over 2 epochs, accumulation 4, dropout 0.1, a partial last micro-batch and window; dense and MoE; one
 process and two gloo ranks. Two in five kills aim at a save, the rest falls anywhere, the start included; on top
 come the edges: before the first save, after the last step of an epoch, at the last step of the run, and two kills in a
-row at one place. Compared are final weights, every logged loss, and the ids of the rows that the surviving steps used.
+row at one place, with each checkpoint's evaluation among them. Compared are final and best weights, every logged loss,
+every score, and the ids of the rows that the surviving steps used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from conftest import small_run, write_corpus  # noqa: E402 - found by the line above when run as a script
 
 from hooks import Hook, at_call, at_event, record_rows  # noqa: E402
-from runs import final_weights, launch, logged, replaced, run_folder, same_bits, without  # noqa: E402
+from runs import best_weights, final_weights, launch, logged, replaced, run_folder, same_bits, without  # noqa: E402
 from training.saving.checkpoint import find_checkpoints  # noqa: E402
 
 Rows = dict[int, list[int]]  # step -> row ids, rank after rank, missing ones left out
@@ -76,8 +77,9 @@ class Attempts:
 
     def same_as(self, other: Attempts) -> bool:
         """Weights, losses and rows are those of `other`, bit for bit."""
-        weights = same_bits(final_weights(self.words), final_weights(other.words))
-        return weights and logged(self.words) == logged(other.words) and self.rows == other.rows
+        weights = all(same_bits(of(self.words), of(other.words)) for of in (final_weights, best_weights))
+        figures = all(logged(self.words, key) == logged(other.words, key) for key in ("loss", "val_loss"))
+        return weights and figures and self.rows == other.rows
 
 
 def rows_of(path: Path) -> Rows:
@@ -92,7 +94,11 @@ def rows_of(path: Path) -> Rows:
 def tortured_run(folder: Path, documents: int, **changes: object) -> list[str]:
     """Twelve rows a step in micro-batches of three; the last step of an epoch is short, its last micro-batch too."""
     words = small_run(folder, write_corpus(folder / "corpus.jsonl", documents=documents))
-    settings = {"epochs": 2, "dropout": 0.1, "batch_size": 3, "global_batch_size": 12, "save_interval": 4}
+    val_path = write_corpus(folder / "val.jsonl", documents=6, seed=3)
+    settings = {
+        "epochs": 2, "dropout": 0.1, "batch_size": 3, "global_batch_size": 12, "save_interval": 3,
+        "val_path": val_path, "eval_interval": 3,
+    }  # fmt: skip
     return without(replaced(words, **settings | changes), "accumulation_steps")
 
 
@@ -102,19 +108,25 @@ def at_step(words: list[str], step: int) -> Hook:
 
 
 def die_at_the_edges(run: Attempts, steps_per_epoch: int, times: int = 2) -> None:
-    """Before and in the first save, after a later one, after the last step of an epoch, at the last step of the run
-    and when all is saved; each place `times` in a row. Leaves the run finished."""
-    for place in (
+    """Before and in the first save, after a later one, after the last step of an epoch, in and right after an
+    evaluation, while its score is kept, at the last step of the run and when all is saved; each place `times` in a row.
+    Leaves the run finished."""
+    places = (
         lambda: at_step(run.words, 3),
         lambda: at_call("training.saving.saver.write_weights", 1, "SIGKILL", after=True),
         lambda: at_call("training.saving.checkpoint.write_manifest", 1, "SIGKILL", after=True),
         lambda: at_call("training.saving.saver.prune", 1, "SIGKILL"),
         lambda: at_step(run.words, steps_per_epoch),
+        lambda: at_event("evaluating", 1, "SIGKILL"),
+        lambda: at_event("evaluated", 1, "SIGKILL"),
+        lambda: at_call("training.saving.saver.publish_copy", 1, "SIGKILL", after=True),
+        lambda: at_call("training.saving.saver.amend_checkpoint", 1, "SIGKILL", after=True),
         lambda: at_step(run.words, 2 * steps_per_epoch),
-    ):
+    )
+    for edge, place in enumerate(places):
         for _ in range(times):
             run.attempt(place())
-            assert not run.finished
+            assert not run.finished, f"edge {edge} was not met; step {saved_step(run.words)} is saved"
     run.attempt(at_event("leaving", 1, "SIGKILL"))
     assert saved_step(run.words) == 2 * steps_per_epoch
     run.attempt()
