@@ -160,7 +160,7 @@ def test_another_batch_size_or_accumulation_keeps_the_saved_step_and_its_losses(
     train(replaced(arguments, batch_size=4, accumulation_steps=1), "--from_resume", 1, "--stop_after", 6)
     out = capsys.readouterr().out
     assert "accumulation_steps: 2 -> 1, so that a step stays 4 rows" in out
-    assert "not bit-exact from here, sums round otherwise: rows in a micro-batch 2 -> 4" in out
+    assert "not bit-exact from here, sums round otherwise: batch_size 2 -> 4" in out
     train(replaced(arguments, batch_size=1, accumulation_steps=3), "--from_resume", 1, "--stop_after", 9)
     assert "accumulation_steps: 1 -> 4, so that a step stays 4 rows" in capsys.readouterr().out  # 3 was asked for
     train(replaced(arguments, batch_size=3, accumulation_steps=8), "--from_resume", 1)

@@ -115,7 +115,7 @@ def test_while_texts_are_tokenised_it_ends_at_once_and_leaves_nothing_half_done(
         at_call("training.before.begin.fitting_batch_size", 1, "SIGTERM"),
         at_call("training.before.begin.start_tracker", 1, "SIGTERM"),
         at_event("micro-batch", 1, "SIGTERM"),
-        at_event("step", 1, "SIGTERM"),
+        at_event("gradients", 1, "SIGTERM"),
     ],
     ids=lambda hook: hook[1],
 )

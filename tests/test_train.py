@@ -48,7 +48,9 @@ def test_a_run_lowers_the_loss_and_leaves_weights_state_settings_metrics_and_rec
         "config.yaml",
         "metrics.jsonl",
         "run.json",
+        "published.txt",
     }
+    assert (folder.parent / "pretrain_32.pth").read_bytes() == (folder / "pretrain_32.pth").read_bytes()
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     assert yaml.safe_load((folder / "config.yaml").read_text())["hidden_size"] == 32
     first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch:"))

@@ -12,7 +12,7 @@ import torch
 from dataset.text_tokenizer import TextTokenizer
 from errors import Findings, UserError, refuse
 from trainer_utils import autocast
-from training.before.checks import check_settings
+from training.before.checks import check_settings, notes_on
 from training.before.data import open_validation
 from training.before.start_model import find_weights, init_model
 from training.config import Config, resolve_path, with_saved
@@ -41,6 +41,8 @@ def evaluate_only(given: Config, stop: StopSignal) -> int:
         model.to(world.device), validation, config.batch_size, world, precision, lambda: stop.agreed(world)[0]
     )
     if world.is_main:
+        for note in notes_on(config, 0, world.device.type):
+            print(f"Note: {note}")
         print(json.dumps(asdict(found)), flush=True)
     leave_group(world)  # all ranks
     return 0
