@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 import types
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from errors import UserError
 from trainer_utils import Throughput, autocast, set_learning_rate, setup_seed, update_parameters
-from training.device import choose_dtype
+from training.device import choose_dtype, dtype_note, product_seconds
 from training.learning_rate import get_lr
 from training.optimizers import build_optimizers
 
@@ -71,6 +73,41 @@ def test_auto_dtype_is_bfloat16_exactly_where_the_cpu_multiplies_it(monkeypatch:
     assert choose_dtype("float16", cpu) == torch.float16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_a_dtype_slower_than_float32_is_noted_with_its_factor(kind, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    device, name = torch.device(kind), str(dtype).removeprefix("torch.")
+    for factor, noted in ((4.6, True), (1.1, False), (0.4, False)):
+        line = dtype_note(dtype, device, lambda of, on, factor=factor: 0.002 * (factor if of == dtype else 1.0))
+        expected = f"Slow: a matrix product in {name} takes 4.6 x its time in float32 on this {kind}; --dtype float32"
+        assert line.startswith(expected) if noted else line == ""
+
+
+def test_no_time_is_spent_on_dtypes_known_to_be_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(dtype: torch.dtype, device: torch.device) -> float:
+        pytest.fail("was measured")
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert dtype_note(torch.bfloat16, torch.device("cpu"), never) == ""
+    assert dtype_note(torch.float32, torch.device("cpu"), never) == ""
+    assert dtype_note(torch.float16, torch.device("cuda"), never) == ""
+
+
+def test_a_dtype_that_a_device_cannot_multiply_is_refused() -> None:
+    def unable(dtype: torch.dtype, device: torch.device) -> float:
+        raise RuntimeError("BFloat16 is not supported on MPS")
+
+    with pytest.raises(UserError, match=r"--dtype bfloat16: mps cannot multiply it .* use float32 or auto"):
+        dtype_note(torch.bfloat16, torch.device("mps"), unable)
+
+
+def test_measuring_a_product_takes_a_fraction_of_a_second() -> None:
+    began = time.perf_counter()
+    assert 0 < product_seconds(torch.float32, torch.device("cpu")) < 1
+    assert time.perf_counter() - began < 5  # under 0.1 s on a quiet machine
+
+
 def test_float32_means_float32_and_bfloat16_multiplies_in_bfloat16() -> None:
     x = torch.ones(2, 2)
     with autocast(x.device, torch.float32):
@@ -119,7 +156,7 @@ def test_a_non_finite_gradient_changes_no_parameter_and_no_optimizer_state(optim
         for p in parameters:
             p.grad = torch.full_like(p, 0.1)
         parameters[0].grad[0, 0] = gradient
-        return bool(update_parameters(parameters, optimizers, scaler, 1.0)[1])
+        return bool(update_parameters(model, optimizers, scaler, 1.0)[1])
 
     assert step(0.2)
     before = [p.detach().clone() for p in parameters]
@@ -154,7 +191,7 @@ def test_an_overflowing_scaled_gradient_halves_the_scale_and_skips_the_step() ->
     optimizers = build_optimizers(model, settings(), torch.device("cpu"))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale((weight * math.inf).sum()).backward()
-    _, finite = update_parameters([weight], optimizers, scaler, 1.0)
+    _, finite = update_parameters(model, optimizers, scaler, 1.0)
     assert not finite
     assert scaler.get_scale() == 2.0**15
     assert torch.equal(weight, torch.ones(2, 2))
@@ -164,7 +201,9 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before_it() -> None:
     weight = nn.Parameter(torch.zeros(3, 4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.full((3, 4), 10.0)
-    norm, _ = update_parameters([weight], [optimizer], torch.amp.GradScaler("cpu", enabled=False), 0.5)
+    norm, _ = update_parameters(
+        nn.ParameterList([weight]), [optimizer], torch.amp.GradScaler("cpu", enabled=False), 0.5
+    )
     assert norm.item() == pytest.approx(10 * math.sqrt(12), rel=1e-5)
     assert weight.detach().norm().item() == pytest.approx(0.5, rel=1e-4)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
+from collections.abc import Callable
 
 import torch
 
+from errors import UserError
 from training.launcher import environment_rank
 
 
@@ -44,10 +48,54 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    if device.type == "cpu":
-        able = torch.cpu.get_capabilities()
-        return torch.bfloat16 if able.get("amx_bf16") or able.get("avx512_bf16") else torch.float32
-    return torch.float32
+    return torch.bfloat16 if device.type == "cpu" and cpu_multiplies_bfloat16() else torch.float32
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("amx_bf16") or able.get("avx512_bf16"))
+
+
+def dtype_note(
+    dtype: torch.dtype, device: torch.device, seconds: Callable[[torch.dtype, torch.device], float] | None = None
+) -> str:
+    """A line for the start page where this type is slower than float32, with the factor as measured; "" where it is
+    not. A processor without instructions for a type emulates it. Raises UserError where the device has no such type."""
+    quick = device.type == "cuda" or (device.type == "cpu" and dtype == torch.bfloat16 and cpu_multiplies_bfloat16())
+    if dtype == torch.float32 or quick:
+        return ""
+    name, seconds = str(dtype).removeprefix("torch."), seconds or product_seconds
+    try:
+        factor = seconds(dtype, device) / seconds(torch.float32, device)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"--dtype {name}: {device.type} cannot multiply it ({error}); use float32 or auto") from None
+    if factor < NOTABLY_SLOWER:
+        return ""
+    return (
+        f"Slow: a matrix product in {name} takes {factor:.1f} x its time in float32 on this {device.type}; "
+        "--dtype float32 trains faster"
+    )
+
+
+NOTABLY_SLOWER = 1.2  # less may be chance
+
+
+def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """Of a small matrix product, the best of a few within a tenth of a second. On one thread: several wait for each
+    other on a busy machine, and the factor is about instructions."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a, b = torch.ones(128, 256, dtype=dtype, device=device), torch.ones(256, 512, dtype=dtype, device=device)
+        began, best = time.perf_counter(), math.inf
+        while best == math.inf or time.perf_counter() - began < 0.03:
+            (a @ b).sum().item()  # untimed: the first one sets things up
+            since = time.perf_counter()
+            (a @ b).sum().item()  # the host waits for the device
+            best = min(best, time.perf_counter() - since)
+        return best
+    finally:
+        torch.set_num_threads(threads)
 
 
 def peak_memory_gib(device: torch.device) -> float:

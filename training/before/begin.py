@@ -19,7 +19,7 @@ from training.choices import Choices, saved_choices
 from training.compiling import choose_compile, compile_model
 from training.config import ROOT, Config
 from training.cpu import choose_threads
-from training.device import choose_dtype, set_deterministic
+from training.device import choose_dtype, dtype_note, set_deterministic
 from training.distributed import World
 from training.during.console import Console
 from training.during.run import Listener, Run
@@ -113,11 +113,12 @@ def resolve_choices(prepared: Prepared, world: World) -> tuple[Choices, list[str
     not set them: other kernels or another thread count would give other bits."""
     config, checkpoint = prepared.config, prepared.checkpoint
     saved, notes = saved_choices(checkpoint.state) if checkpoint else {}, []
-    dtype = choose_dtype(config.dtype, world.device) if config.dtype != "auto" or not saved else saved["dtype"]
+    dtype = choose_dtype(saved["dtype"] if saved and config.dtype == "auto" else config.dtype, world.device)
     same_place = saved and (saved["device"], saved["world_size"]) == (world.device.type, world.size)
     threads = choose_threads(config.threads, saved["threads"] if same_place else 0, torch.get_num_threads())
     torch.set_num_threads(threads.count)
     notes.append(threads.line())
+    notes += [line for line in [dtype_note(dtype, world.device)] if line]
     choices = Choices(
         device=world.device.type,
         dtype=str(dtype).removeprefix("torch."),
