@@ -379,7 +379,7 @@ CASES = [
     flag("--val_path {good}/corpus.jsonl --val_fraction 0.1", "--val_fraction 0.1: --val_path is given already"),
     flag("--data_path dataset/sample/train.jsonl --val_fraction 0.1", "the bundled sample has validation texts"),
     flag("--eval_only 1", "--save_weight other: no weights there"),
-    flag("--eval_only 1 --from_weight {run}/good_32.pth", "--eval_only 1: there are no validation texts; give --val_path"),
+    flag("--eval_only 1 --from_weight {run}/good_32.pth", "--eval_only 1: there are no validation texts; give"),
     flag("--eval_interval 5", "--eval_interval 5: there are no validation texts"),
     flag(
         "--hidden_size 33 --num_attention_heads 4 --num_key_value_heads 3",
